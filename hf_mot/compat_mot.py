@@ -1,0 +1,43 @@
+"""Every difference between the supported transformers releases, and nothing else."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The name under which `model.forward` takes a cache: `cache`, or `past_key_values` in older releases."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def output_cache(output: Any) -> Cache | None:
+    """The cache in a model's or a generate call's output, whatever this release calls it."""
+    for name in ("cache", "past_key_values"):
+        if name in output:
+            return output[name]
+    return None
+
+
+def pop_cache_argument(kwargs: dict[str, Any]) -> Cache | None:
+    """Takes the cache out of a generate call's keyword arguments; as in transformers, `cache` wins."""
+    past_key_values = kwargs.pop("past_key_values", None)
+    cache = kwargs.pop("cache", None)
+    return past_key_values if cache is None else cache
+
+
+def run_decoder(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    cache: Cache,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+) -> None:
+    """Runs a causal LM's decoder, without its LM head, and leaves the states in `cache`. Ids `[batch, seq]`."""
+    decoder = model.get_decoder()
+    kwargs = {cache_argument(decoder): cache, "attention_mask": attention_mask, "use_cache": True}
+    if position_ids is not None and "position_ids" in inspect.signature(decoder.forward).parameters:
+        kwargs["position_ids"] = position_ids
+    decoder(input_ids=input_ids, **kwargs)
