@@ -1,0 +1,122 @@
+"""Tiny random models and tokenizers: CPU, offline, seconds. Weights are large, so that context matters."""
+
+import logging
+import random
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+WORDS = (
+    "river stone lantern village winter market engine silver garden mountain letter captain bridge café 你好 🙂"
+).split()
+
+
+def make_documents(count: int, words: int = 60, seed: int = 0) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=words)) for _ in range(count)]
+
+
+def make_tokenizer(merges: int = 0, bos: str = "<bos>", adds_bos: bool = True) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with `merges` merges; with `adds_bos` it puts its BOS in front, as Gemma's does."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = [bos, "<eos>", "<pad>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(alphabet) + len(special) + merges,
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(make_documents(8), trainer)
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token="<eos>", pad_token="<pad>", padding_side="left"
+    )
+
+
+def make_llama(vocab_size: int, layers: int = 3) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,  # tied ones make random models repeat themselves
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def make_gemma3(vocab_size: int, window: int = 16) -> Gemma3ForCausalLM:
+    config = Gemma3TextConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=window,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        initializer_range=0.3,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,  # tied ones make random models repeat themselves
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return Gemma3ForCausalLM(config).eval()
+
+
+def make_gpt2(vocab_size: int) -> GPT2LMHeadModel:
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=512,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        initializer_range=0.3,
+        tie_word_embeddings=False,  # tied ones make random models repeat themselves
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return GPT2LMHeadModel(config).eval()
+
+
+FAMILIES = {"llama": make_llama, "gemma3": make_gemma3, "gpt2": make_gpt2}
+
+
+def make_model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int = 0):
+    torch.manual_seed(seed)
+    return FAMILIES[family](len(tokenizer))
+
+
+@pytest.fixture(autouse=True)
+def no_deprecated_transformers_call(caplog):
+    """transformers logs its own deprecations instead of warning: they fail the test that causes them."""
+    logger = transformers.utils.logging.get_logger("transformers")
+    propagates, logger.propagate = logger.propagate, True
+    with caplog.at_level(logging.WARNING, logger="transformers"):
+        yield
+    logger.propagate = propagates
+    deprecated = [r.getMessage() for r in caplog.records if "deprecat" in r.getMessage().lower()]
+    assert not deprecated, deprecated
