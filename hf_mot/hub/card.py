@@ -1,0 +1,196 @@
+"""The model card of a translator, rendered from its config and its fit report: no figure that is not in them."""
+
+from typing import Any
+
+from hf_mot.configuration_mot import MoTConfig
+
+ARMS = {
+    "native": "the context itself",
+    "translated": "**the translated cache**",
+    "identity": "its own cache, through the same path (check)",
+    "no_source": "a cache made without any source: its own embeddings alone, refitted (control)",
+    "wrong_document": "the translated cache of another document (control)",
+    "no_context": "nothing",
+}
+METRICS = {
+    "recovery": "what of the context's worth the translation keeps: 1 as if read natively, 0 as if not at all",
+    "content_recovery": "the same, measured from the translation of another document",
+    "source_value": "what the source adds to the target's own token embeddings",
+}
+LICENCES = {
+    "demo/smollm2-135m-instruct": "SmolLM2-135M-Instruct is under Apache-2.0",
+    "demo/gemma-3-270m": "Gemma-3-270m is under the Gemma terms of use, which also cover what is derived from it",
+}
+
+SNIPPET = """\
+```python
+import hf_mot
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer{imports}
+
+source = {source_model}
+target = {target_model}
+source_tokenizer = {source_tokenizer}
+target_tokenizer = {target_tokenizer}
+pair = dict(source=source, target=target, source_tokenizer=source_tokenizer, target_tokenizer=target_tokenizer)
+
+mot = AutoModel.from_pretrained("{repo}")
+translated = mot.handoff("The keys are in the blue drawer.", **pair)
+prompt = target_tokenizer(" Question: Where are the keys? Answer:", return_tensors="pt")
+output = target.generate(**prompt, past_key_values=translated, max_new_tokens=64)
+print(target_tokenizer.decode(output[0], skip_special_tokens=True))
+```
+
+A cache that the source already has, in mid-conversation, is translated by
+`mot.translate(source_cache, source_input_ids, target=target, source_tokenizer=source_tokenizer,
+target_tokenizer=target_tokenizer)`. Without the package installed, leave out `import hf_mot`: the code comes with the
+translator.
+
+```python
+from transformers import AutoModel
+
+mot = AutoModel.from_pretrained("{repo}", trust_remote_code=True)
+```"""
+
+
+def render_card(config: MoTConfig, fit_report: dict[str, Any], repo_id: str = ".") -> str:
+    """
+    Renders the card. What the report does not hold is left out.
+
+    Args:
+        config ([`MoTConfig`]): The translator's configuration.
+        fit_report (`dict`): The translator's `fit_report.json`.
+        repo_id (`str`, *optional*, defaults to `"."`): The Hub id in the use snippet; by default the snippet runs in
+            the translator's own folder.
+
+    Returns:
+        `str`: Markdown with a YAML front matter.
+    """
+    source, target = config.source or {}, config.target or {}
+    parts = [
+        _front_matter(source, target),
+        f"# {_name(source)} → {_name(target)}",
+        f"This translator (made with hf_mot) turns the KV cache of {_name(source)} into one that {_name(target)} "
+        "continues from: the target answers about a context that only the source has read.",
+        "## Use",
+        _snippet(source, target, repo_id),
+        *_figures(fit_report.get("evaluation", {})),
+        *_cost(fit_report.get("evaluation", {})),
+        *_making(config, fit_report),
+        "## Limits",
+        LIMITS,
+        "## Licences",
+        _licences(source, target),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+LIMITS = """\
+- It fits this pair alone. Another model, revision, adapter or tokenizer is refused.
+- A good NLL can hide a loss of exact recall: names, numbers and quotations suffer first. Try your own questions.
+- On text unlike its corpus it does worse; a fit on your own text is the cure."""
+
+
+def _front_matter(source: dict[str, Any], target: dict[str, Any]) -> str:
+    lines = ["---", "library_name: hf_mot", "license: apache-2.0"]
+    lines += ["tags:", "- mot", "- kv-cache", "- kv-cache-translation"]
+    ids = [side["id"] for side in (source, target) if _on_hub(side)]
+    lines += ["base_model:", *(f"- {model_id}" for model_id in ids)] if ids else []
+    return "\n".join([*lines, "---"])
+
+
+def _on_hub(side: dict[str, Any]) -> bool:
+    return bool(side.get("id")) and not side["id"].startswith("demo/")
+
+
+def _name(side: dict[str, Any]) -> str:
+    return side.get("id") or f"a local {side.get('model_type', 'model')}"
+
+
+def _snippet(source: dict[str, Any], target: dict[str, Any], repo_id: str) -> str:
+    fields = {"repo": repo_id, "imports": ""}
+    for side, contract in (("source", source), ("target", target)):
+        name = contract.get("id") or f"path/to/the/{side}"
+        if name.startswith("demo/"):
+            fields["imports"] = "\n\nfrom hf_mot.hub.resolve import load_model, load_tokenizer"
+            loaders = ("load_model", "load_tokenizer")
+        else:
+            loaders = ("AutoModelForCausalLM.from_pretrained", "AutoTokenizer.from_pretrained")
+        fields[f"{side}_model"], fields[f"{side}_tokenizer"] = (f'{loader}("{name}")' for loader in loaders)
+    return SNIPPET.format(**fields)
+
+
+def _figures(evaluation: dict[str, Any]) -> list[str]:
+    """What the target makes of the context in each arm, the controls beside the translation."""
+    if "arms" not in evaluation:
+        return []
+    corpus = [entry["name"] for entry in evaluation.get("corpus", [])]
+    facts = [
+        f"{evaluation['n']} documents that it was not fitted on{' from ' if corpus else ''}{' and '.join(corpus)}"
+    ]
+    facts += [f"{evaluation['context_length']} tokens of context"] if "context_length" in evaluation else []
+    facts += [f"replay plan `{evaluation['replay']}`", f"seed {evaluation['seed']}"]
+    facts += [evaluation["dtype"]] if "dtype" in evaluation else []
+    rows = ["| the target has read | NLL of what follows | recovery |", "| --- | --- | --- |"]
+    for arm, label in ARMS.items():
+        if arm in evaluation["arms"]:
+            figures = evaluation["arms"][arm]
+            recovery = _interval(figures["recovery"]) if "recovery" in figures else ""
+            rows.append(f"| {label} | {figures['nll']:.3f} | {recovery} |")
+    meanings = [
+        f"- **{metric.replace('_', ' ')} {_interval(evaluation[metric])}**: {meaning}"
+        for metric, meaning in METRICS.items()
+        if metric in evaluation
+    ]
+    notes = [f"- {note}" for note in evaluation.get("notes", [])]
+    return [
+        "## What a translated cache is worth",
+        f"Measured on {', '.join(facts)}. In brackets: bootstrap 95 % intervals over documents.",
+        "\n".join(rows),
+        "\n".join(meanings + notes),
+    ]
+
+
+def _interval(figure: dict[str, float]) -> str:
+    return f"{figure['value']:.2f} [{figure['low']:.2f}, {figure['high']:.2f}]"
+
+
+def _cost(evaluation: dict[str, Any]) -> list[str]:
+    cost = evaluation.get("cost", {})
+    lines = []
+    if "time_ratio" in cost:
+        length = f" at {cost['context_length']} tokens" if "context_length" in cost else ""
+        lines.append(f"- time of a handoff over the target's own prefill{length}: {cost['time_ratio']:.3f}")
+    if "flops_ratio" in cost:
+        lines.append(f"- the same in FLOPs: {cost['flops_ratio']:.3f}")
+    if "translator_bytes" in cost:
+        lines.append(f"- weights of the translator: {cost['translator_bytes'] / 1e6:.1f} MB as loaded")
+    if not lines:
+        return []
+    return ["## Cost", "The source's own reading of the context is not counted.", "\n".join(lines)]
+
+
+def _making(config: MoTConfig, report: dict[str, Any]) -> list[str]:
+    layers = ", ".join(map(str, config.source_layers)) or "none"
+    lines = [
+        f"- method: {config.method}, rank {'full' if config.rank is None else config.rank}, source layers {layers}, "
+        f"embeddings of {config.embedding_window} target tokens"
+    ]
+    for corpus in report.get("corpus", []):
+        documents = f", {corpus['documents']} documents" if "documents" in corpus else ""
+        digest = f", sha256 {corpus['sha256']}" if "sha256" in corpus else ""
+        lines.append(f"- corpus: {corpus['name']}{documents}{digest}")
+    counts = [f"{report[key]} {key}" for key in ("tokens", "windows", "documents") if key in report]
+    lines += [f"- fitted on {', '.join(counts)}"] if counts else []
+    lines += [f"- {key}: {report[key]}" for key in ("ridge", "seed") if key in report]
+    versions = ", ".join(f"{package} {version}" for package, version in report.get("versions", {}).items())
+    lines += [f"- versions: {versions}"] if versions else []
+    lines += [f"- command: `{report['command']}`"] if "command" in report else []
+    return ["## How it was made", "\n".join(lines)]
+
+
+def _licences(source: dict[str, Any], target: dict[str, Any]) -> str:
+    models = [LICENCES.get(side.get("id"), f"for {_name(side)} see the model's own card") for side in (source, target)]
+    return (
+        "The translator is under Apache-2.0. It holds no weights of either model, but was fitted on states of both, "
+        f"and their licences stay in force: {'; '.join(models)}."
+    )
