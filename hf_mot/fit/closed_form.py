@@ -1,0 +1,321 @@
+"""The closed-form fit: one pass over text, then linear algebra. `fit` is the page to read."""
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ..capture_mot import positions_from_mask, prefill, source_states
+from ..configuration_mot import MoTConfig
+from ..geometry_mot import ModelGeometry, describe_model
+from ..modeling_mot import MoTModel
+from ..versions import versions
+from .solve import LinearMap, choose_layers, choose_ridge, output_sketch, solve
+from .statistics import Moments, Statistics
+from .windows import SHUFFLE_BUFFER, Window, batched, calibration_windows, characters_per_token, shuffled
+
+logger = logging.get_logger(__name__)
+
+DEFAULT_RANK = 1024
+DEFAULT_SOURCE_LAYERS = 10
+DEFAULT_EMBEDDING_WINDOW = 5
+DEFAULT_TOKENS = 300_000
+SAMPLE_TOKENS = 8_192  # for the choice of layers, and again, held out, for the ridge strength
+_LAYER_SKETCH = 96  # random channels that stand for one source layer while layers are chosen
+
+
+@dataclass
+class FitResult:
+    """
+    What a fit gives.
+
+    Args:
+        translator ([`MoTModel`]): The translator.
+        no_source ([`MoTModel`] or `None`): Its control: the same fit without the source's states; `None` where there
+            is no embedding window to read instead.
+        report (`dict`): How it was fitted; also `translator.fit_report`.
+    """
+
+    translator: MoTModel
+    no_source: MoTModel | None
+    report: dict[str, Any]
+
+
+@dataclass
+class Pair:
+    """The two frozen models of a fit and their tokenizers."""
+
+    source: PreTrainedModel
+    target: PreTrainedModel
+    source_tokenizer: PreTrainedTokenizerBase
+    target_tokenizer: PreTrainedTokenizerBase
+    seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0})
+
+    def __post_init__(self):
+        self.source_contract = describe_model(self.source, self.source_tokenizer)
+        self.target_contract = describe_model(self.target, self.target_tokenizer)
+        self.source_geometry = ModelGeometry.from_dict(self.source_contract["geometry"])
+        self.target_geometry = ModelGeometry.from_dict(self.target_contract["geometry"])
+
+    def config(self, **kwargs: Any) -> MoTConfig:
+        return MoTConfig(source=self.source_contract, target=self.target_contract, **kwargs)
+
+    @torch.no_grad()
+    def rows(self, shell: MoTModel, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features (source states, then the embedding window) and outputs (the target's own position-free states) of
+        every context token: `[tokens, features]`, `[tokens, outputs]`, on the CPU in fp32."""
+        started = time.perf_counter()
+        cache, source_ids, source_mask = shell.read_source(texts, self.source, self.source_tokenizer)
+        self.seconds["forward"] += time.perf_counter() - started
+        inputs = shell.prepare(
+            cache,
+            source_ids,
+            source_attention_mask=source_mask,
+            source_tokenizer=self.source_tokenizer,
+            target=self.target,
+            target_tokenizer=self.target_tokenizer,
+            text=texts,
+        )
+        started = time.perf_counter()
+        target_cache = prefill(self.target, inputs.target_ids, inputs.target_mask)
+        self.seconds["forward"] += time.perf_counter() - started
+        positions = positions_from_mask(inputs.target_mask)
+        outputs = source_states(target_cache, self.target_geometry, range(len(self.target_geometry.layers)), positions)
+        # Pads and the natively run prefix are not translated.
+        kept = inputs.target_mask.bool() & (positions >= len(self.target_contract["prefix_ids"]))
+        features = [part for part in (inputs.source_states, inputs.embeddings) if part is not None]
+        x = torch.cat([part.cpu()[kept] for part in features], dim=-1)
+        return x.float(), outputs.cpu()[kept].float()
+
+
+def fit(
+    documents: Iterable[str],
+    *,
+    source: PreTrainedModel,
+    target: PreTrainedModel,
+    source_tokenizer: PreTrainedTokenizerBase,
+    target_tokenizer: PreTrainedTokenizerBase,
+    method: str = "reduced_rank",
+    rank: int | None = DEFAULT_RANK,
+    num_source_layers: int = DEFAULT_SOURCE_LAYERS,
+    source_layers: list[int] | None = None,
+    embedding_window: int = DEFAULT_EMBEDDING_WINDOW,
+    max_tokens: int = DEFAULT_TOKENS,
+    batch_tokens: int = 2048,
+    held_out_documents: int = 32,
+    seed: int = 0,
+    progress: bool = True,
+) -> FitResult:
+    """
+    Fits a closed-form translator for a pair of models on text.
+
+    Args:
+        documents (`Iterable[str]`): Text; streamed, shuffled within a buffer of 10,000 documents.
+        source, target (`PreTrainedModel`): The frozen models.
+        source_tokenizer, target_tokenizer (`PreTrainedTokenizerBase`): Their fast tokenizers.
+        method (`str`, *optional*, defaults to `"reduced_rank"`): The only closed form so far.
+        rank (`int`, *optional*, defaults to 1024): Width of the shared down-projection; `None` for full rank.
+        num_source_layers (`int`, *optional*, defaults to 10): Source layers to read, chosen on a first sample.
+        source_layers (`list[int]`, *optional*): Reads these layers instead of choosing.
+        embedding_window (`int`, *optional*, defaults to 5): Target token embeddings read beside the source, in tokens.
+        max_tokens (`int`, *optional*, defaults to 300,000): Target tokens to fit on; fewer if the text ends earlier.
+        batch_tokens (`int`, *optional*, defaults to 2048): Tokens a forward pass; does not change the fit.
+        held_out_documents (`int`, *optional*, defaults to 32): Documents set apart to choose the ridge strength.
+        seed (`int`, *optional*, defaults to 0): Order, windows and random projections.
+        progress (`bool`, *optional*, defaults to `True`): Shows a progress bar.
+
+    Returns:
+        [`FitResult`]
+
+    Raises:
+        `ValueError`: an unknown method, an impossible size, too little text, models that cannot be translated.
+    """
+    if method != "reduced_rank":
+        raise ValueError(f"`method` must be 'reduced_rank', got {method!r}.")
+    for name, value, least in (
+        ("rank", 1 if rank is None else rank, 1),
+        ("num_source_layers", num_source_layers, 1),
+        ("embedding_window", embedding_window, 0),
+        ("max_tokens", max_tokens, 1),
+        ("batch_tokens", batch_tokens, 1),
+        ("held_out_documents", held_out_documents, 1),
+    ):
+        if value < least:
+            raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+    pair = Pair(source, target, source_tokenizer, target_tokenizer)
+    depth = len(pair.source_geometry.layers)
+    if source_layers is not None and not set(source_layers) <= set(range(depth)):
+        raise ValueError(f"`source_layers` must lie in 0..{depth - 1}, got {source_layers}.")
+    started = time.perf_counter()
+    stream, held_out, counter = split(documents, held_out_documents, seed)
+    limits = [g.max_positions for g in (pair.source_geometry, pair.target_geometry) if g.max_positions is not None]
+    windows = calibration_windows(
+        stream,
+        target_tokenizer,
+        characters_per_token(held_out, target_tokenizer),
+        # Tokens of the source may be shorter than the target's; half leaves room for that.
+        min(limits, default=2**31) // 2,
+        max_tokens,
+        random.Random(seed),
+    )
+    bar = tqdm(total=max_tokens, unit="token", desc="Choosing source layers", disable=not progress)
+    sample = []  # the first windows choose the layers, and are then fitted on like all others
+    for window in windows:
+        sample.append(window)
+        if sum(window.tokens for window in sample) >= SAMPLE_TOKENS:
+            break
+    if source_layers is None:
+        source_layers = choose_source_layers(
+            pair, batched(sample, batch_tokens), num_source_layers, embedding_window, seed
+        )
+    seconds = {"choice_of_layers": time.perf_counter() - started}
+    shell = MoTModel(pair.config(source_layers=source_layers, rank=1, embedding_window=embedding_window))
+    bar.set_description("Fitting")
+    statistics = Statistics(output_blocks(pair.target_geometry))
+    num_windows, forward_before = 0, pair.seconds["forward"]
+    for batch in batched(itertools.chain(sample, windows), batch_tokens):
+        x, y = pair.rows(shell, [window.text for window in batch])
+        statistics.add(x, y)
+        num_windows += len(batch)
+        bar.update(len(x))
+    seconds["calibration_forward"] = pair.seconds["forward"] - forward_before
+    bar.set_description("Solving")
+    moments = statistics.moments()
+    held_x, held_y = held_out_rows(pair, shell, held_out)
+    translator, no_source, choices = _solve_both(pair, moments, held_x, held_y, shell.config, rank, seed)
+    seconds |= {"forward": pair.seconds["forward"], "total": time.perf_counter() - started}
+    bar.close()
+    report = {
+        "method": method,
+        "source_layers": source_layers,
+        "embedding_window": embedding_window,
+        **choices,
+        "tokens": moments.count,
+        "windows": num_windows,
+        "documents": counter["documents"],
+        "held_out_documents": len(held_out),
+        "seed": seed,
+        "seconds": {name: round(value, 2) for name, value in seconds.items()},
+        "versions": versions(),
+    }
+    for model in (translator, no_source):
+        if model is not None:
+            model.fit_report = report
+    return FitResult(translator, no_source, report)
+
+
+def output_blocks(geometry: ModelGeometry) -> list[int]:
+    """Widths of the blocks of a row of outputs: keys and values of each layer."""
+    return [layer.kv_heads * dim for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)]
+
+
+def split(documents: Iterable[str], held_out: int, seed: int) -> tuple[Iterator[str], list[str], dict[str, int]]:
+    """Sets the first documents of the shuffled stream apart; counts those that are read later."""
+    counter = {"documents": 0}
+    stream = shuffled((document for document in documents if document.strip()), SHUFFLE_BUFFER, random.Random(seed))
+    held = list(itertools.islice(stream, held_out))
+    if not held:
+        raise ValueError("`documents` is empty: there is no text to fit on.")
+    following = next(stream, None)
+    if following is None:
+        raise ValueError(
+            f"`documents` has {len(held)} documents, all of which are held out to choose the ridge strength. Pass more "
+            "text, or a smaller `held_out_documents`."
+        )
+
+    def counted() -> Iterator[str]:
+        for document in itertools.chain([following], stream):
+            counter["documents"] += 1
+            yield document
+
+    return counted(), held, counter
+
+
+def choose_source_layers(
+    pair: Pair, sample: Iterable[list[Window]], count: int, embedding_window: int, seed: int
+) -> list[int]:
+    """Source layers by greedy selection on random projections of a sample's states."""
+    depth = len(pair.source_geometry.layers)
+    if count >= depth:
+        return list(range(depth))
+    shell = MoTModel(pair.config(source_layers=list(range(depth)), rank=1, embedding_window=embedding_window))
+    widths = [layer.width for layer in pair.source_geometry.layers]
+    embedding_width = embedding_window * pair.target_geometry.embedding_dim
+    generator = torch.Generator().manual_seed(seed)
+
+    def projection(width: int, to: int) -> torch.Tensor:
+        return torch.randn(width, min(width, to), generator=generator) / math.sqrt(width)
+
+    projections = [projection(width, _LAYER_SKETCH) for width in widths]
+    embedding_projection = projection(embedding_width, 4 * _LAYER_SKETCH)
+    outputs = output_blocks(pair.target_geometry)
+    sketch = output_sketch(sum(outputs), seed).float()
+    sketched, scale = [], None
+    for batch in sample:
+        x, y = pair.rows(shell, [window.text for window in batch])
+        if scale is None:
+            x_shift, x_scale = x.mean(0), x.std(0).clamp(min=1e-6)
+            scale = torch.cat([v.mean().sqrt().clamp(min=1e-12).expand_as(v) for v in y.var(0).split(outputs)])
+        x = (x - x_shift) / x_scale
+        pieces = x.split([*widths, embedding_width], dim=1)
+        layers = [piece @ p for piece, p in zip(pieces, projections, strict=False)]
+        sketched.append((layers, pieces[-1] @ embedding_projection, (y / scale) @ sketch))
+    blocks = [torch.cat([layers[layer_idx] for layers, _, _ in sketched]) for layer_idx in range(depth)]
+    return choose_layers(
+        blocks, torch.cat([base for _, base, _ in sketched]), torch.cat([y for _, _, y in sketched]), count
+    )
+
+
+def held_out_rows(pair: Pair, shell: MoTModel, held_out: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the held-out documents' beginnings, about `SAMPLE_TOKENS` in all."""
+    budget = max(32, SAMPLE_TOKENS // len(held_out))
+    chars = int(budget * characters_per_token(held_out, pair.target_tokenizer))
+    rows = [pair.rows(shell, [document[:chars]]) for document in held_out]
+    return torch.cat([x for x, _ in rows]), torch.cat([y for _, y in rows])
+
+
+def _solve_both(pair: Pair, moments: Moments, held_x, held_y, config: MoTConfig, rank: int | None, seed: int):
+    """The translator, and from the same moments its control that reads the embeddings alone."""
+    translator, choices = _solve_one(pair, moments, held_x, held_y, config.source_layers, config, rank, seed)
+    if not config.embedding_window:
+        return translator, None, choices
+    columns = torch.arange(
+        len(moments.xx) - config.embedding_window * pair.target_geometry.embedding_dim, len(moments.xx)
+    )
+    no_source, own = _solve_one(pair, moments.select(columns), held_x[:, columns], held_y, [], config, rank, seed)
+    return translator, no_source, {**choices, "no_source": own}
+
+
+def _solve_one(pair, moments: Moments, held_x, held_y, source_layers, config: MoTConfig, rank: int | None, seed: int):
+    ridge, curve = choose_ridge(moments, held_x, held_y, seed)
+    rank = None if rank is None else min(rank, *moments.xy.shape)
+    own = pair.config(source_layers=source_layers, rank=rank, embedding_window=config.embedding_window)
+    return build_translator(own, solve(moments, ridge, rank, seed)), {
+        "rank": rank,
+        "ridge": ridge,
+        "ridge_curve": curve,
+    }
+
+
+def build_translator(config: MoTConfig, solution: LinearMap) -> MoTModel:
+    """A translator with the weights of a closed-form solution."""
+    model = MoTModel(config)
+    module = model.translator
+    source_dim = 0 if module.source_in is None else module.source_in.in_features
+    with torch.no_grad():
+        if module.source_in is not None:
+            module.source_in.weight.copy_(solution.down[:source_dim].T)
+        if module.embedding_in is not None:
+            module.embedding_in.weight.copy_(solution.down[source_dim:].T)
+        if solution.up is not None:
+            module.up.weight.copy_(solution.up.T)
+        module.bias.copy_(solution.bias)
+    return model.eval()
