@@ -61,11 +61,6 @@ class MoTConfig(PreTrainedConfig):
                 f"`{unknown[0]}` is not a field of MoTConfig format {FORMAT_VERSION} (value: {kwargs[unknown[0]]!r}). "
                 "Correct its name, or upgrade hf_mot if the translator was saved by a later release."
             )
-        self.source_layers = [int(layer_idx) for layer_idx in self.source_layers]
-        super().__post_init__(**kwargs)
-
-    def validate_mot(self):
-        """Part of `@strict`-powered validation."""
         if self.format_version > FORMAT_VERSION or self.format_version < 1:
             raise ValueError(
                 f"`format_version` is {self.format_version}, but this release of hf_mot reads up to {FORMAT_VERSION}. "
@@ -77,3 +72,5 @@ class MoTConfig(PreTrainedConfig):
             raise ValueError(f"`rank` must be at least 1, or None for a full-rank map, got {self.rank}.")
         if self.embedding_window < 0:
             raise ValueError(f"`embedding_window` must be 0 or more tokens, got {self.embedding_window}.")
+        self.source_layers = [int(layer_idx) for layer_idx in self.source_layers]
+        super().__post_init__(**kwargs)

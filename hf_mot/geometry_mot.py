@@ -209,7 +209,8 @@ def check_model(contract: dict[str, Any], model: PreTrainedModel, argument: str)
             raise ValueError(
                 f"`{argument}` has another cache geometry than the model this translator was made for: `{field}` is "
                 f"{_short(getattr(came, field))}, expected {_short(getattr(expected, field))}. Load the translator of "
-                "your pair, or undo the change in the model's config."
+                "your pair, or undo the change in the model's config. (model.to(dtype) rounds the rotary frequencies "
+                "too; from_pretrained(..., dtype=...) does not.)"
             )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput, cached_file, logging
 
-from .alignment_mot import Alignment, align
+from .alignment_mot import Alignment, align, tokenize_with_spans
 from .cache_mot import TranslatedCache
 from .capture_mot import check_cache, positions_from_mask, prefill, source_states
 from .configuration_mot import MoTConfig
@@ -152,7 +152,7 @@ class MoTModel(PreTrainedModel):
             text=text,
         )
         output = self(inputs.source_states, inputs.embeddings)
-        return self._assemble(output, inputs, target)
+        return self.assemble(output, inputs, target)
 
     @torch.no_grad()
     def handoff(
@@ -194,7 +194,7 @@ class MoTModel(PreTrainedModel):
         if not texts or not all(texts):
             raise ValueError("`text` is empty: there is no context to hand off. Pass a text with at least one token.")
         prefix_ids = self.config.source["prefix_ids"]
-        ids = [prefix_ids + row for row in source_tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        ids = [prefix_ids + tokenize_with_spans(source_tokenizer, text)[0] for text in texts]
         source_ids, source_mask = left_pad(ids)
         return prefill(source, source_ids, source_mask, self.config.source_layers), source_ids, source_mask
 
@@ -283,7 +283,7 @@ class MoTModel(PreTrainedModel):
         """For each target token of each row, the slot of the source cache that covers its last character."""
         if not self.config.source_layers:
             if given is None:
-                given = target_tokenizer(list(texts or []), add_special_tokens=False)["input_ids"]
+                given = [tokenize_with_spans(target_tokenizer, text)[0] for text in texts or []]
             if not given or not all(given):
                 raise ValueError("`text` is empty: there is no context to translate. Pass at least one token.")
             return [Alignment(ids, [0] * len(ids), "") for ids in given]
@@ -328,7 +328,7 @@ class MoTModel(PreTrainedModel):
         own = next(self.parameters(), None)
         return states if own is None else states.to(device=own.device, dtype=own.dtype)
 
-    def _assemble(self, output: MoTOutput, inputs: TranslationInputs, target: PreTrainedModel) -> TranslatedCache:
+    def assemble(self, output: MoTOutput, inputs: TranslationInputs, target: PreTrainedModel) -> TranslatedCache:
         """Puts the target's positions on, and the natively computed prefix in front of each row."""
         weight = target.get_input_embeddings().weight
         mask = inputs.target_mask.to(weight.device)

@@ -1,0 +1,206 @@
+"""`target.generate(**prompt, past_key_values=translated)` equals native generation on context and prompt."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from conftest import FAMILIES, make_documents, make_model, make_tokenizer
+from transformers import DynamicCache
+
+from hf_mot import MoTModel, attach, detach
+from hf_mot.compat_mot import output_cache
+from hf_mot.generation_mot import is_attached
+
+NEW = 8
+PROMPT, SECOND = " the captain wrote", " and the bridge said"
+
+
+@pytest.fixture(params=FAMILIES)
+def own(request):
+    return make_own(request.param)
+
+
+def make_own(family):
+    tokenizer = make_tokenizer(merges=40)
+    model = make_model(family, tokenizer)
+    return {"source": model, "target": model, "source_tokenizer": tokenizer, "target_tokenizer": tokenizer}
+
+
+def translated(own, text):
+    return MoTModel.identity(own["target"], own["target_tokenizer"]).handoff(text, **own)
+
+
+def ids_of(own, text, bos=False):
+    tokenizer = own["target_tokenizer"]
+    return [tokenizer.bos_token_id] * bos + tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def native(own, ids, **kwargs):
+    """New ids of plain generation on one row."""
+    ids = torch.tensor([ids])
+    out = detach(own["target"]).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, **kwargs
+    )
+    return out[0, ids.shape[1] :].tolist()
+
+
+def prompt_of(own, text):
+    return own["target_tokenizer"](text, return_tensors="pt", return_token_type_ids=False)
+
+
+@pytest.mark.parametrize("words", [4, 40], ids=["short", "beyond the window"])
+def test_greedy_equals_native(own, words):
+    text = make_documents(1, words)[0]
+    cache = translated(own, text)
+    prompt = prompt_of(own, PROMPT)
+    assert prompt["input_ids"][0, 0] == own["target_tokenizer"].bos_token_id
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = own["target"].generate(**prompt, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        again = own["target"].generate(**prompt, cache=cache, max_new_tokens=NEW, do_sample=False)
+    length = prompt["input_ids"].shape[1]
+    assert torch.equal(out[:, :length], prompt["input_ids"])
+    expected = native(own, ids_of(own, text, bos=True) + ids_of(own, PROMPT))
+    assert out[0, length:].tolist() == expected == again[0, length:].tolist()
+    assert expected != native(own, ids_of(own, PROMPT, bos=True))  # context matters
+
+
+def test_sampling_equals_native_sampling(own):
+    text = make_documents(1, 12)[0]
+    cache = translated(own, text)
+    prompt = prompt_of(own, PROMPT)
+    torch.manual_seed(7)
+    ours = own["target"].generate(**prompt, past_key_values=cache, max_new_tokens=NEW, do_sample=True, top_k=5)
+    ids = torch.tensor([ids_of(own, text, bos=True) + ids_of(own, PROMPT)])
+    torch.manual_seed(7)
+    theirs = own["target"].generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=True, top_k=5
+    )
+    assert ours[0, -NEW:].tolist() == theirs[0, -NEW:].tolist()
+
+
+def test_left_padded_contexts_equal_row_by_row(own):
+    texts = make_documents(1, 5, 1) + make_documents(1, 30, 2)
+    cache = translated(own, texts)
+    prompt = own["target_tokenizer"]([PROMPT, PROMPT], return_tensors="pt", return_token_type_ids=False)
+    out = own["target"].generate(**prompt, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    for row, text in enumerate(texts):
+        assert out[row, -NEW:].tolist() == native(own, ids_of(own, text, bos=True) + ids_of(own, PROMPT))
+
+
+def test_unequal_prompts(own):
+    texts, prompts = make_documents(2, 12, 3), [PROMPT, PROMPT + " a long letter to the village"]
+    cache = translated(own, texts)
+    tokenizer = own["target_tokenizer"]
+    prompt = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+    generate = own["target"].generate
+    if cache.sliding:
+        with pytest.raises(ValueError, match="`input_ids` has rows of unequal length, .*sliding-window"):
+            generate(**prompt, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        return
+    out = generate(**prompt, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    for row in range(2):
+        expected = native(own, ids_of(own, texts[row], bos=True) + ids_of(own, prompts[row]))
+        assert out[row, -NEW:].tolist() == expected
+
+
+def test_second_turn_on_the_returned_cache(own):
+    text = make_documents(1, 25)[0]
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    generate = attach(own["target"]).generate
+    prompt = prompt_of(own, PROMPT)
+    first = generate(**prompt, past_key_values=translated(own, text), return_dict_in_generate=True, **options)
+    second = prompt_of(own, SECOND)
+    out = generate(**second, past_key_values=output_cache(first), **options)
+    assert torch.equal(out[:, : second["input_ids"].shape[1]], second["input_ids"])
+    said = first.sequences[0, -NEW:].tolist()
+    history = ids_of(own, text, bos=True) + ids_of(own, PROMPT) + said + ids_of(own, SECOND)
+    assert out[0, -NEW:].tolist() == native(own, history)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_second_turn_after_a_row_that_ended_early(family):
+    own = make_own(family)
+    texts = make_documents(1, 9, 5) + make_documents(1, 16, 6)
+    expected = [native(own, ids_of(own, text, bos=True) + ids_of(own, PROMPT)) for text in texts]
+    end = next(i for i in range(1, NEW) if expected[0][i] not in expected[0][:i] + expected[1])
+    eos = expected[0][end]  # the first row ends here, the second never
+    prompt = own["target_tokenizer"]([PROMPT] * 2, return_tensors="pt", return_token_type_ids=False)
+    pad = own["target_tokenizer"].pad_token_id
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    cache = translated(own, texts)
+    first = own["target"].generate(
+        **prompt, past_key_values=cache, eos_token_id=eos, pad_token_id=pad, return_dict_in_generate=True, **options
+    )
+    assert first.sequences[0, -NEW:].tolist() == expected[0][: end + 1] + [pad] * (NEW - end - 1)
+    second = own["target_tokenizer"]([SECOND] * 2, return_tensors="pt", return_token_type_ids=False)
+    out = own["target"].generate(**second, past_key_values=output_cache(first), **options)
+    for row, text in enumerate(texts):
+        said = expected[row][: end + 1] if row == 0 else expected[row]
+        history = ids_of(own, text, bos=True) + ids_of(own, PROMPT) + said + ids_of(own, SECOND)
+        assert out[row, -NEW:].tolist() == native(own, history)
+
+
+def test_translated_cache_is_read_only_until_forked():
+    own = make_own("llama")
+    cache = translated(own, make_documents(1, 6)[0])
+    ids = torch.tensor([ids_of(own, PROMPT)])
+    with pytest.raises(RuntimeError, match=r"call attach\(target\)"):
+        own["target"](ids, use_cache=True, cache=cache)
+    length = cache.get_seq_length()
+    own["target"](ids, use_cache=True, cache=cache.fork())
+    assert cache.get_seq_length() == length
+
+
+def test_plain_calls_are_not_touched():
+    own = make_own("llama")
+    ids = ids_of(own, make_documents(1, 6)[0], bos=True)
+    before = native(own, ids)
+    attach(own["target"])
+    tensor = torch.tensor([ids])
+    after = own["target"].generate(
+        tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=NEW, do_sample=False, cache=DynamicCache()
+    )
+    assert after[0, len(ids) :].tolist() == before
+
+
+def test_attach_is_idempotent_and_undone_by_detach():
+    own = make_own("llama")
+    target = own["target"]
+    attach(attach(target))
+    assert is_attached(target)
+    detach(target)
+    assert not is_attached(target) and "generate" not in vars(target)
+
+
+def test_attach_survives_deepcopy_and_pickle():
+    own = make_own("llama")
+    cache = translated(own, make_documents(1, 6)[0])
+    buffer = io.BytesIO()
+    pickle.dump(own["target"], buffer)
+    buffer.seek(0)
+    prompt = prompt_of(own, PROMPT)
+    expected = own["target"].generate(**prompt, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    for other in (copy.deepcopy(own["target"]), pickle.load(buffer)):
+        assert is_attached(other)
+        assert other.generate.args[0] is other
+        ours = other.generate(**prompt, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(ours, expected)
+
+
+def test_prompt_of_nothing_but_bos_is_refused():
+    own = make_own("llama")
+    cache = translated(own, make_documents(1, 6)[0])
+    ids = torch.tensor([[own["target_tokenizer"].bos_token_id]])
+    with pytest.raises(ValueError, match="`input_ids` has a row without any token besides BOS"):
+        own["target"].generate(ids, past_key_values=cache, max_new_tokens=NEW)
+
+
+def test_other_number_of_rows_is_refused():
+    own = make_own("llama")
+    cache = translated(own, make_documents(2, 6))
+    with pytest.raises(ValueError, match="`input_ids` has 1 rows, but the TranslatedCache holds 2"):
+        own["target"].generate(**prompt_of(own, PROMPT), past_key_values=cache, max_new_tokens=NEW)
