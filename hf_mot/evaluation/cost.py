@@ -1,0 +1,135 @@
+"""What a handoff costs beside the target's own prefill: interleaved repeats in one run, medians and spread."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from hf_mot.capture_mot import prefill
+from hf_mot.compat_mot import cache_argument
+from hf_mot.evaluation.arms import Batch, Models
+from hf_mot.evaluation.windows import Window
+from hf_mot.replay_mot import ReplayPlan
+
+PROMPT_TOKENS = 32
+
+
+@torch.no_grad()
+def measure_cost(models: Models, window: Window, *, repeats: int = 5) -> dict[str, float]:
+    """
+    Times one context on the machine at hand. Absolute times are its own; the ratios are what counts.
+
+    Args:
+        models (`Models`): The pair and its translator.
+        window (`Window`): The context; the first 32 tokens of its continuation are the prompt.
+        repeats (`int`, *optional*, defaults to 5): Rounds that count; one more round before them warms up.
+
+    Returns:
+        `dict`: Seconds are medians over the rounds.
+
+        - `prefill_s`: the target's base model reads the context, without LM head, into a fresh cache;
+        - `handoff_s`: from the source's ordinary cache and both id lists to a ready `TranslatedCache`;
+        - `time_ratio`: `handoff_s / prefill_s`, with `time_ratio_low` and `time_ratio_high`, the smallest and the
+          largest ratio within one round;
+        - `capture_overhead_s`: what keeping the translator's layers alone adds to the source's plain prefill; may be
+          below 0, as less is kept;
+        - `ttft_native_s`, `ttft_translated_s`: either of the two, and then the prompt up to its last logits;
+        - `flops_ratio`: translator and replay as a share of the native prefill's FLOPs;
+        - `kv_bytes`, `translator_bytes`: the translated cache's and the translator's live bytes;
+        - `peak_bytes`: growth of memory during a handoff, above the models and the source's cache; only on CUDA, as
+          nothing on a CPU tells it honestly from within the process;
+        - `context_length`, `prompt_tokens`, `repeats`: what it was measured with.
+    """
+    target, translator = models.target, models.translator
+    layers = translator.config.source_layers
+    target_ids = Batch(models, [window]).context_ids
+    prompt_ids = torch.tensor([window.continuation_ids[:PROMPT_TOKENS]], device=target.device)
+    source_ids = source_cache = None
+    if layers:
+        text_ids = models.source_tokenizer(window.text, add_special_tokens=False)["input_ids"]
+        source_ids = torch.tensor([[*translator.config.source["prefix_ids"], *text_ids]])
+        source_cache = prefill(models.source, source_ids)
+
+    def handoff() -> Cache:
+        return translator.translate(
+            source_cache,
+            source_ids,
+            target=target,
+            source_tokenizer=models.source_tokenizer,
+            target_tokenizer=models.target_tokenizer,
+            target_input_ids=target_ids,
+            replay=models.replay,
+        )
+
+    def read_prompt(cache: Cache) -> None:
+        target(input_ids=prompt_ids, logits_to_keep=1, **{cache_argument(target): cache})
+
+    rounds: list[dict[str, float]] = []
+    for _ in range(repeats + 1):
+        seconds = {}
+        seconds["prefill"], native = _timed(models, prefill, target, target_ids)
+        seconds["handoff"], translated = _timed(models, handoff)
+        seconds["native_prompt"], _ = _timed(models, read_prompt, native)
+        seconds["translated_prompt"], _ = _timed(models, read_prompt, translated.fork())
+        if layers:
+            # In turns, since the second of two equal runs finds its weights at hand.
+            for name, kept in (("source", None), ("capture", layers))[:: (-1) ** len(rounds)]:
+                seconds[name], _ = _timed(models, prefill, models.source, source_ids, layers=kept)
+        rounds.append(seconds)
+    del rounds[0]
+
+    prefill_s = median(seconds["prefill"] for seconds in rounds)
+    handoff_s = median(seconds["handoff"] for seconds in rounds)
+    ratios = [seconds["handoff"] / seconds["prefill"] for seconds in rounds]
+    cost = {
+        "prefill_s": prefill_s,
+        "handoff_s": handoff_s,
+        "time_ratio": handoff_s / prefill_s,
+        "time_ratio_low": min(ratios),
+        "time_ratio_high": max(ratios),
+        "ttft_native_s": median(seconds["prefill"] + seconds["native_prompt"] for seconds in rounds),
+        "ttft_translated_s": median(seconds["handoff"] + seconds["translated_prompt"] for seconds in rounds),
+        "flops_ratio": ReplayPlan.parse(models.replay).flops_share(translator.config, len(window.context_ids)),
+        "kv_bytes": translated.kv_bytes,
+        "translator_bytes": translator_bytes(translator),
+        "context_length": len(window.context_ids),
+        "prompt_tokens": prompt_ids.shape[1],
+        "repeats": repeats,
+    }
+    if layers:
+        cost["capture_overhead_s"] = median(seconds["capture"] - seconds["source"] for seconds in rounds)
+    if target.device.type == "cuda":
+        cost["peak_bytes"] = _cuda_growth(handoff, target.device)
+    return cost
+
+
+def translator_bytes(translator: torch.nn.Module) -> int:
+    """Bytes of a translator's weights, as they are loaded."""
+    return sum(tensor.nbytes for tensor in (*translator.parameters(), *translator.buffers()))
+
+
+def _timed(models: Models, work: Callable[..., Cache | None], *args: Any, **kwargs: Any):
+    """Seconds that `work` took, and what it returned."""
+    _synchronize(models)
+    start = time.perf_counter()
+    result = work(*args, **kwargs)
+    _synchronize(models)
+    return time.perf_counter() - start, result
+
+
+def _synchronize(models: Models) -> None:
+    for model in (models.source, models.target):
+        if model is not None and model.device.type != "cpu":
+            torch.accelerator.synchronize(model.device)
+
+
+def _cuda_growth(work: Callable[[], Cache], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
