@@ -1,0 +1,40 @@
+"""The command line: one file per command, each with `HELP`, `add_arguments(parser)` and `run(args) -> int`.
+
+What a command's file imports at its top must be light, so that `--help` answers at once: torch, transformers and the
+rest of the package are imported inside `run`.
+"""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def model_name(given: str | None, contract: dict[str, Any] | None, side: str) -> str:
+    """The model that `--source` or `--target` names, by default the one the translator was made for."""
+    if given is not None:
+        return given
+    if contract is None or contract["id"] is None:
+        raise ValueError(
+            f"`--{side}` is needed: the translator was made with a local {side} model, whose path is not recorded. "
+            f"Give --{side} a folder, a GGUF file, a Hub id or a demo name."
+        )
+    return contract["id"]
+
+
+def check_output_file(path: str | None, argument: str) -> None:
+    """Refuses a file that cannot be written, before any work is done for it."""
+    if path is None:
+        return
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"`{argument}` names a file in a folder that does not exist: {path}. Create it first.")
+    if Path(path).is_dir():
+        raise ValueError(f"`{argument}` must name a file, got the folder {path}.")
+
+
+def check_choice(value: str, choices: Sequence[str], argument: str) -> None:
+    """Refuses a name that is none of `choices`, with the one that was probably meant."""
+    if value not in choices:
+        close = difflib.get_close_matches(value, choices, n=1)
+        hint = f"Did you mean {close[0]}? " if close else ""
+        raise ValueError(f"`{argument}` is {value!r}. {hint}Choose from {', '.join(choices)}.")

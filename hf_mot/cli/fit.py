@@ -1,0 +1,148 @@
+"""`hf-mot fit`: a translator for two models, from text."""
+
+import argparse
+import hashlib
+import os
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hf_mot.cli import check_choice, check_output_file
+
+HELP = "fit a translator for two models on text files"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--source", required=True, help="the model that reads: Hub id, folder, GGUF file or demo name")
+    parser.add_argument("--target", required=True, help="the model that answers, likewise")
+    parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="text to fit on, gzipped or not")
+    parser.add_argument("--lines", action="store_true", help="one document a line")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write the translator to")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is in DIR")
+    parser.add_argument("--method", default="reduced_rank", metavar="M", help="what to fit [reduced_rank]")
+    parser.add_argument("--rank", type=_rank, metavar="R", help="width of the shared down-projection, or full")
+    parser.add_argument("--layers", type=int, metavar="N", help="number of source layers to read")
+    parser.add_argument(
+        "--embedding-window", type=int, metavar="W", help="target token embeddings to read, own included"
+    )
+    parser.add_argument("--tokens", type=int, metavar="N", help="target tokens to fit on, at most")
+    parser.add_argument(
+        "--eval-text", nargs="+", metavar="FILE", help="other text, to measure the translator on for its card"
+    )
+    parser.add_argument("--eval-context", type=int, default=256, metavar="C", help="tokens of context then [256]")
+    parser.add_argument("--eval-limit", type=int, default=128, metavar="N", help="documents then, at most [128]")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of every choice [0]")
+    parser.add_argument("--dtype", default="float32", help="dtype of both models, e.g. bfloat16 [float32]")
+    parser.add_argument("--json", metavar="PATH", help="also write the fit report to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    # Cheap checks come first: a typo must not cost a download or an hour.
+    check_output_file(args.json, "--json")
+    _check_out(args.out, args.overwrite)
+
+    from hf_mot.configuration_mot import METHODS
+    from hf_mot.data.documents import read_documents
+    from hf_mot.evaluation import save_report
+    from hf_mot.fit import fit, save_fit
+    from hf_mot.hub.card import render_card
+    from hf_mot.hub.resolve import load_model, load_tokenizer
+
+    check_choice(args.method, [method for method in METHODS if method != "identity"], "--method")
+    documents = read_documents(args.text, lines=args.lines)
+    eval_documents = read_documents(args.eval_text, lines=args.lines) if args.eval_text else None
+    options = {
+        "rank": args.rank,
+        "num_source_layers": args.layers,
+        "embedding_window": args.embedding_window,
+        "max_tokens": args.tokens,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    if args.rank == "full":
+        options["rank"] = None
+    pair = {
+        "source": load_model(args.source, dtype=args.dtype),
+        "target": load_model(args.target, dtype=args.dtype),
+        "source_tokenizer": load_tokenizer(args.source),
+        "target_tokenizer": load_tokenizer(args.target),
+    }
+    result = fit(documents, **pair, method=args.method, seed=args.seed, **options)
+    result.report["corpus"] = [describe_file(path) for path in args.text]
+    result.report["command"] = _command(args.argv)
+    save_fit(result, args.out, card=render_card(result.translator.config, result.report), overwrite=args.overwrite)
+    if eval_documents is not None:  # what goes wrong from here on does not cost the fit
+        result.report["evaluation"] = _evaluate(result, pair, eval_documents, args)
+        save_fit(result, args.out, card=render_card(result.translator.config, result.report), overwrite=True)
+    if args.json is not None:
+        save_report(result.report, args.json)
+    print(format_fit(result.report, args.out))
+    return 0
+
+
+def _evaluate(result, pair: dict[str, Any], documents: Iterable[str], args: argparse.Namespace) -> dict[str, Any]:
+    from hf_mot.evaluation import DEFAULT_ARMS, evaluate
+
+    arms = [arm for arm in DEFAULT_ARMS if arm != "no_source" or result.no_source is not None]
+    report = evaluate(
+        result.translator,
+        documents,
+        **pair,
+        no_source=result.no_source,
+        arms=arms,
+        context_length=args.eval_context,
+        limit=args.eval_limit,
+        seed=args.seed,
+    )
+    del report["documents"]  # the figures of each document are of no use in a card
+    return {**report, "corpus": [describe_file(path) for path in args.eval_text]}
+
+
+def describe_file(path: str) -> dict[str, str]:
+    """A text file as the fit report names it: without its folder, but so that it can be told from any other."""
+    with open(path, "rb") as file:
+        return {"name": os.path.basename(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def format_fit(report: dict[str, Any], out: str) -> str:
+    """A few lines on what was fitted, and what to do with it."""
+    layers = ", ".join(map(str, report["source_layers"]))
+    counts = ", ".join(f"{report[key]:,} {key}" for key in ("tokens", "windows", "documents"))
+    lines = [
+        f"{report['method']}, rank {report['rank'] or 'full'}, source layers {layers}",
+        f"fitted on {counts}; ridge {report['ridge']:g}, seed {report['seed']}, {report['seconds']['total']:.0f} s",
+    ]
+    if "evaluation" in report:
+        from hf_mot.cli.evaluate import format_report
+
+        lines += ["", format_report(report["evaluation"]), ""]
+    lines.append(f"written to {out}: the translator, its model card and, in no_source, its twin without source")
+    if "evaluation" not in report:
+        lines.append(f"measure it on other text: hf-mot evaluate {out} --text FILE…")
+    return "\n".join(lines)
+
+
+def _rank(value: str) -> int | str:
+    if value == "full":
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number or full, got {value!r}") from None
+
+
+def _check_out(out: str, overwrite: bool) -> None:
+    path = Path(out)
+    if path.is_dir():
+        if any(path.iterdir()) and not overwrite:
+            raise ValueError(
+                f"`--out` {out} is not empty. Give another folder, or --overwrite to replace what is in it."
+            )
+    elif path.exists():
+        raise ValueError(f"`--out` must be a folder, but {out} is a file. Give another name.")
+
+
+def _command(argv: list[str]) -> str:
+    """The command line for the report: files and folders of this machine by their names alone."""
+    local = [os.path.basename(arg.rstrip("/")) if os.path.exists(arg) or os.path.isabs(arg) else arg for arg in argv]
+    return shlex.join(["hf-mot", *local])

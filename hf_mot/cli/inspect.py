@@ -1,0 +1,117 @@
+"""`hf-mot inspect`: what a translator is, read from its own files; the language models are not loaded."""
+
+import argparse
+import itertools
+import json
+from typing import Any
+
+HELP = "show what a translator is: pair, layers, sizes, cost and figures"
+
+COST_CONTEXT = 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("translator", metavar="TRANSLATOR", help="folder or Hub id of a translator")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from hf_mot.hub.resolve import load_translator
+
+    description = describe(load_translator(args.translator))
+    print(json.dumps(description, indent=2, ensure_ascii=False) if args.json else format_description(description))
+    return 0
+
+
+def describe(translator) -> dict[str, Any]:
+    """What a loaded translator is, ready for JSON; what it does not record is absent."""
+    from hf_mot.replay_mot import ReplayPlan
+
+    config = translator.config
+    description = {
+        "method": config.method,
+        "rank": "full" if config.rank is None else config.rank,
+        "embedding_window": config.embedding_window,
+        "source_layers": list(config.source_layers),
+        "parameters": translator.num_parameters(),
+        "bytes": sum(weight.nbytes for weight in translator.parameters()),
+        "dtype": str(translator.dtype).removeprefix("torch."),
+        "flops_share": {
+            "replay": "none",
+            "context_length": COST_CONTEXT,
+            "value": ReplayPlan.parse("none").flops_share(config, COST_CONTEXT),
+        },
+        "source": _describe_side(config.source),
+        "target": _describe_side(config.target),
+    }
+    if translator.fit_report is not None:
+        description["fit_report"] = translator.fit_report
+    return description
+
+
+def format_description(description: dict[str, Any]) -> str:
+    """The description as lines for a terminal."""
+    source, target = description["source"], description["target"]
+    layers = description["source_layers"]
+    share = description["flops_share"]
+    rows = [
+        ("pair", f"{_name(source)} → {_name(target)}"),
+        ("method", f"{description['method']}, rank {description['rank']}"),
+        ("reads", f"{len(layers)} of {_layer_count(source)} source layers ({', '.join(map(str, layers))})"),
+        ("", f"embeddings of {description['embedding_window']} target tokens, the own one included"),
+        ("writes", f"all {_layer_count(target)} target layers"),
+        ("weights", f"{description['parameters']:,}, {description['bytes'] / 1e6:.1f} MB in {description['dtype']}"),
+        ("cost", f"{share['value']:.3f} of the target's own prefill FLOPs at {share['context_length']:,} tokens"),
+    ]
+    for label, side in (("source", source), ("target", target)):
+        rows.append((label, f"{side['model_type']}, prefix ids {side['prefix_ids']}, fitted in {side['dtype']}"))
+        rows += [("", _layers(group)) for group in side["layers"]]
+    rows += _fit_rows(description.get("fit_report", {}))
+    return "\n".join(f"{label:<18}{text}".rstrip() for label, text in rows)
+
+
+def _describe_side(contract: dict[str, Any]) -> dict[str, Any]:
+    """A model's contract without its fingerprints, equal neighbouring layers together."""
+    fields = ("kv_heads", "key_dim", "value_dim", "position")
+    groups = itertools.groupby(
+        contract["geometry"]["layers"], key=lambda layer: {field: layer[field] for field in fields}
+    )
+    known = ("id", "revision", "adapter", "model_type", "dtype", "prefix_ids")
+    return {
+        **{key: contract[key] for key in known if contract[key] is not None},
+        "layers": [{"count": len(list(group)), **geometry} for geometry, group in groups],
+    }
+
+
+def _name(side: dict[str, Any]) -> str:
+    name = side.get("id", f"a local {side['model_type']} model")
+    return f"{name}@{side['revision'][:8]}" if "revision" in side else name
+
+
+def _layer_count(side: dict[str, Any]) -> int:
+    return sum(group["count"] for group in side["layers"])
+
+
+def _layers(group: dict[str, Any]) -> str:
+    keys, values = group["key_dim"], group["value_dim"]
+    dims = f"{keys}" if keys == values else f"{keys} (keys) and {values} (values)"
+    return f"{group['count']} layers of {group['kv_heads']} kv heads × {dims}, positions: {group['position']}"
+
+
+def _fit_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    if not report:
+        return []
+    corpus = ", ".join(entry["name"] for entry in report.get("corpus", []))
+    rows = [
+        ("fitted on", corpus),
+        ("", ", ".join(f"{report[key]:,} {key}" for key in ("tokens", "windows", "documents") if key in report)),
+        ("", ", ".join(f"{key} {report[key]}" for key in ("ridge", "seed") if key in report)),
+    ]
+    evaluation = report.get("evaluation", {})
+    if evaluation:
+        rows.append(("measured on", f"{evaluation['n']} other documents, seed {evaluation['seed']}"))
+    for metric in ("recovery", "content_recovery", "source_value"):
+        if metric in evaluation:
+            figure = evaluation[metric]
+            rows.append((metric, f"{figure['value']:.3f}  [{figure['low']:.3f}, {figure['high']:.3f}]"))
+    return [(label, text) for label, text in rows if text]
