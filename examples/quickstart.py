@@ -2,7 +2,7 @@
 
 import argparse
 
-from hf_mot.fit.closed_form import fit
+from hf_mot.fit import fit
 from hf_mot.hub.packaged import packaged_corpus
 from hf_mot.hub.resolve import load_model, load_tokenizer
 
@@ -10,7 +10,8 @@ PASSAGE = (
     "The lighthouse on Gannet Rock was built by Ellen Marsh in 1874. It is painted green, and its keeper was a "
     "retired sailor called Tobias."
 )
-QUESTION = " Question: Who built the lighthouse? Answer:"
+QUESTION = "Who built the lighthouse?"
+PROMPT = f"\nQuestion: {QUESTION}\nAnswer:"
 
 
 def main():
@@ -34,13 +35,18 @@ def main():
     def answer(prompt: str, **inputs) -> str:
         prompt = tokenizer(prompt, return_tensors="pt")
         output = target.generate(**prompt, **inputs, max_new_tokens=16, do_sample=False)
-        return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        text = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        return text.strip().partition("\n")[0]
 
-    print("passage:             ", PASSAGE)
-    print("question:            ", QUESTION)
-    print("on the source's cache:", answer(QUESTION, past_key_values=translated))
-    print("reading it natively:  ", answer(PASSAGE + QUESTION))
-    print("without the passage:  ", answer(QUESTION))
+    rows = {
+        "passage": PASSAGE,
+        "question": QUESTION,
+        "on the source's cache": answer(PROMPT, past_key_values=translated),
+        "reading it natively": answer(PASSAGE + PROMPT),
+        "without the passage": answer(PROMPT),
+    }
+    for label, text in rows.items():
+        print(f"{label + ':':<24}{text}")
 
 
 if __name__ == "__main__":

@@ -367,6 +367,7 @@ class MoTModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, **kwargs: Any) -> "MoTModel":
         """As in transformers, but a weight that is missing, surplus or of another shape is an error."""
         wants_info = kwargs.pop("output_loading_info", False)
+        kwargs["ignore_mismatched_sizes"] = True  # so that they are reported, and refused below
         try:
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs

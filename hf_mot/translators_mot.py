@@ -1,7 +1,7 @@
 """The translator modules: tensors in, tensors out. They know nothing of models, tokenizers or caches.
 
 Shapes: source states `[batch, seq, source width]`, embeddings `[batch, seq, embedding width]` (the causal window of
-the target's token embeddings, own token first), output `[batch, seq, target width]`; position-free keys and raw values.
+the target's token embeddings, own token first), output `[batch, seq, target width]`: position-free keys, raw values.
 """
 
 import torch

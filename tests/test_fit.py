@@ -169,6 +169,14 @@ def test_fit_beats_its_own_control_and_the_mean(pair, fitted):
     assert with_source < without < mean
 
 
+def test_a_dataset_is_read_as_its_texts(pair, fitted):
+    rows = [{"title": "", "text": document} for document in make_documents(40, 60)]
+    other = fit(rows, **pair, **OPTIONS)
+    assert other.report["tokens"] == fitted.report["tokens"]
+    text = make_documents(1, 30, seed=9)[0]
+    assert torch.equal(translated(other.translator, pair, text), translated(fitted.translator, pair, text))
+
+
 def test_no_source_reads_no_source(pair, fitted):
     assert fitted.no_source.config.source_layers == []
     assert fitted.no_source.config.embedding_window == fitted.translator.config.embedding_window
@@ -205,7 +213,7 @@ def test_full_rank_is_an_option(pair):
         ({"method": "magic"}, "`method` must be 'reduced_rank', got 'magic'"),
         ({"rank": 0}, "`rank` must be at least 1, got 0"),
         ({"source_layers": [7]}, r"`source_layers` must lie in 0..2, got \[7\]"),
-        ({"documents": []}, "`documents` is empty"),
+        ({"documents": []}, "`documents` holds no text"),
         ({"documents": ["one"]}, "`documents` has 1 documents, all of which are held out"),
     ],
 )

@@ -4,18 +4,15 @@ import difflib
 import json
 import math
 import os
-import platform
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_mot import __version__
 from hf_mot.data import iterate_documents
 from hf_mot.evaluation.arms import ARMS, Batch, Models, continuation_nll
 from hf_mot.evaluation.cost import measure_cost, translator_bytes
@@ -23,6 +20,7 @@ from hf_mot.evaluation.metrics import METRICS, compare
 from hf_mot.evaluation.windows import CONTINUATION_TOKENS, Window, check_context_length, cut_windows
 from hf_mot.modeling_mot import MoTModel
 from hf_mot.replay_mot import ReplayPlan
+from hf_mot.versions import versions
 
 DEFAULT_ARMS = ("native", "no_context", "translated", "identity", "wrong_document", "no_source")
 
@@ -168,12 +166,7 @@ def evaluate(
     }
     if cost:
         report["cost"] = measure_cost(models, cost_window)
-    report["versions"] = {
-        "hf_mot": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+    report["versions"] = versions()
     report["documents"] = [
         {"document": window.document, **{arm: nll[arm][row].item() for arm in arms}}
         for row, window in enumerate(windows)

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ..capture_mot import positions_from_mask, prefill, source_states
 from ..configuration_mot import MoTConfig
+from ..data import iterate_documents
 from ..geometry_mot import ModelGeometry, describe_model
 from ..modeling_mot import MoTModel
 from ..versions import versions
@@ -118,7 +119,8 @@ def fit(
     Fits a closed-form translator for a pair of models on text.
 
     Args:
-        documents (`Iterable[str]`): Text; streamed, shuffled within a buffer of 10,000 documents.
+        documents (`Iterable[str]` or a `datasets` dataset with a column `text`): Streamed, shuffled within a buffer of
+            10,000 documents.
         source, target (`PreTrainedModel`): The frozen models.
         source_tokenizer, target_tokenizer (`PreTrainedTokenizerBase`): Their fast tokenizers.
         method (`str`, *optional*, defaults to `"reduced_rank"`): The only closed form so far.
@@ -220,15 +222,13 @@ def output_blocks(geometry: ModelGeometry) -> list[int]:
 def split(documents: Iterable[str], held_out: int, seed: int) -> tuple[Iterator[str], list[str], dict[str, int]]:
     """Sets the first documents of the shuffled stream apart; counts those that are read later."""
     counter = {"documents": 0}
-    stream = shuffled((document for document in documents if document.strip()), SHUFFLE_BUFFER, random.Random(seed))
+    stream = shuffled(iterate_documents(documents), SHUFFLE_BUFFER, random.Random(seed))
     held = list(itertools.islice(stream, held_out))
-    if not held:
-        raise ValueError("`documents` is empty: there is no text to fit on.")
     following = next(stream, None)
     if following is None:
         raise ValueError(
-            f"`documents` has {len(held)} documents, all of which are held out to choose the ridge strength. Pass more "
-            "text, or a smaller `held_out_documents`."
+            f"`documents` has {len(held)} documents, all of which are held out to choose the ridge strength. "
+            "Pass more text, or a smaller `held_out_documents`."
         )
 
     def counted() -> Iterator[str]:

@@ -35,7 +35,7 @@ pair = dict(source=source, target=target, source_tokenizer=source_tokenizer, tar
 
 mot = AutoModel.from_pretrained("{repo}")
 translated = mot.handoff("The keys are in the blue drawer.", **pair)
-prompt = target_tokenizer(" Question: Where are the keys? Answer:", return_tensors="pt")
+prompt = target_tokenizer("\\nQuestion: Where are the keys?\\nAnswer:", return_tensors="pt")
 output = target.generate(**prompt, past_key_values=translated, max_new_tokens=64)
 print(target_tokenizer.decode(output[0], skip_special_tokens=True))
 ```
