@@ -18,9 +18,11 @@ from transformers.utils import ModelOutput, cached_file, logging
 from .alignment_mot import Alignment, align, tokenize_with_spans
 from .cache_mot import TranslatedCache
 from .capture_mot import check_cache, positions_from_mask, prefill, source_states
+from .compat_mot import run_decoder  # noqa: F401  older transformers ship only the files that this one imports
 from .configuration_mot import MoTConfig
 from .generation_mot import attach
 from .geometry_mot import ModelGeometry, check_model, check_tokenizer, describe_model
+from .positions_mot import RotaryEncoding  # noqa: F401  likewise
 from .replay_mot import ReplayPlan, translator_widths
 from .translators_mot import IdentityTranslator, ReducedRankTranslator, embedding_window
 
