@@ -53,7 +53,7 @@ def main() -> None:
         *(load_model(name) for name in (args.source, args.target)),
         *(load_tokenizer(name) for name in (args.source, args.target)),
     )
-    # Twice as many documents are set apart: half choose the ridge strength, half judge.
+    # 32 documents choose the ridge strength; of the others set apart, the first long enough judge.
     stream, held_out, _ = split(read_documents(args.text), 32 + 2 * args.documents, args.seed)
     held_out, judges = held_out[:32], held_out[32:]
     windows = calibration_windows(

@@ -108,8 +108,9 @@ def source_states(
     states = []
     for layer_idx in layers:
         layer, expected = cache.layers[layer_idx], geometry.layers[layer_idx]
-        keys = layer.keys
+        # A static cache is longer than what it holds.
+        keys, values = (part[:, :, : position_ids.shape[1]] for part in (layer.keys, layer.values))
         if expected.position == "rope":
             keys = geometry.rotary[expected.rotary].strip(keys, position_ids)
-        states += [keys.transpose(1, 2).flatten(2), layer.values.transpose(1, 2).flatten(2)]  # [batch, seq, channels]
-    return torch.cat(states, dim=-1)
+        states += [keys.transpose(1, 2).flatten(2), values.transpose(1, 2).flatten(2)]  # [batch, seq, channels]
+    return torch.cat([part.to(states[0].device) for part in states], dim=-1)

@@ -21,6 +21,13 @@ def output_cache(output: Any) -> Cache | None:
     return None
 
 
+def drop_output_cache(output: Any) -> None:
+    """Takes the cache out of an output."""
+    for name in ("cache", "past_key_values"):
+        if name in output:
+            output[name] = None
+
+
 def pop_cache_argument(kwargs: dict[str, Any]) -> Cache | None:
     """Takes the cache out of a generate call's keyword arguments; as in transformers, `cache` wins."""
     past_key_values = kwargs.pop("past_key_values", None)

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .cache_mot import TranslatedCache
-from .compat_mot import cache_argument, output_cache, pop_cache_argument
+from .compat_mot import cache_argument, drop_output_cache, output_cache, pop_cache_argument
 
 
 def attach(target: PreTrainedModel) -> PreTrainedModel:
@@ -33,13 +33,19 @@ def detach(target: PreTrainedModel) -> PreTrainedModel:
 
 
 def is_attached(target: PreTrainedModel) -> bool:
-    return getattr(vars(target).get("generate"), "func", None) is _generate
+    # By name: translators loaded as remote code bring this module each, under names of their own.
+    function = getattr(vars(target).get("generate"), "func", None)
+    return getattr(function, "__name__", None) == "_generate" and function.__module__.endswith("generation_mot")
+
+
+def _is_translated(cache: Any) -> bool:
+    return type(cache).__name__ == TranslatedCache.__name__
 
 
 def _generate(model: PreTrainedModel, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
     generate = functools.partial(type(model).generate, model)
     cache = pop_cache_argument(kwargs)
-    if not isinstance(cache, TranslatedCache):
+    if not _is_translated(cache):
         if cache is not None:
             kwargs[cache_argument(model)] = cache
         return generate(inputs, *args, **kwargs)
@@ -66,9 +72,11 @@ def _generate(model: PreTrainedModel, inputs: torch.Tensor | None = None, *args:
         return restored
     output.sequences = restored
     returned = output_cache(output)
-    if isinstance(returned, TranslatedCache):
+    if _is_translated(returned) and _option(model, args, kwargs, "num_beams") > 1:
+        drop_output_cache(output)  # it holds the beams, not what is returned
+    elif _is_translated(returned):
         mask = kwargs["attention_mask"].repeat_interleave(completion.shape[0] // prompt_ids.shape[0], 0)
-        _close_turn(returned, mask, completion, _special_ids(model, kwargs))
+        _close_turn(returned, mask, completion, _eos_ids(model, args, kwargs))
     return output
 
 
@@ -98,10 +106,10 @@ def _prompt_after(cache: TranslatedCache, prompt_ids: torch.Tensor, mask: torch.
     return prompt_ids, mask
 
 
-def _close_turn(cache: TranslatedCache, mask: torch.Tensor, completion: torch.Tensor, special_ids: set[int]) -> None:
+def _close_turn(cache: TranslatedCache, mask: torch.Tensor, completion: torch.Tensor, eos_ids: set[int]) -> None:
     """Turns the cache that a generate call returns into one that the next turn can start from."""
     ended = torch.zeros_like(completion, dtype=torch.bool)
-    for token_id in special_ids:
+    for token_id in eos_ids:
         ended |= completion == token_id
     # A row's tokens count up to and including its first end-of-sequence; what follows are pads.
     alive = torch.ones_like(completion)
@@ -121,7 +129,7 @@ def _option(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], name: s
     return 1
 
 
-def _special_ids(model: PreTrainedModel, kwargs: dict[str, Any]) -> set[int]:
-    config = kwargs.get("generation_config") or model.generation_config
+def _eos_ids(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> set[int]:
+    config = kwargs.get("generation_config") or (args[0] if args else None) or model.generation_config
     eos = kwargs.get("eos_token_id", config.eos_token_id)
     return set() if eos is None else set(torch.as_tensor(eos).flatten().tolist())

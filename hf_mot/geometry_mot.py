@@ -147,20 +147,23 @@ def _rope_types(config) -> set[str]:
 
 
 def _position_kind(keys: torch.Tensor, values: torch.Tensor, candidates: list[RotaryEncoding]):
-    tolerance = 64 * torch.finfo(keys.dtype).eps
+    tolerance = min(64 * torch.finfo(keys.dtype).eps, 0.02)
 
-    def same(states: torch.Tensor) -> bool:
-        return ((states - states[:1]).abs().max() <= tolerance * states.abs().max()).item()
+    def spread(states: torch.Tensor) -> float:
+        """How much the states of the three positions differ, as a share of the largest."""
+        return ((states - states[:1]).abs().max() / states.abs().max()).item()
 
-    if not same(values):
-        return "absolute", None
-    if same(keys):
+    if spread(values) > tolerance:
+        # Learned positions change keys and values; values alone are turned by MLA.
+        return ("unknown" if spread(keys) <= tolerance else "absolute"), None
+    if spread(keys) <= tolerance:
         return "free", None
     positions = torch.tensor(PROBE_POSITIONS)[:, None]
-    for encoding in candidates:
-        if 2 * len(encoding.inv_freq) <= keys.shape[-1] and same(encoding.strip(keys, positions)):
-            return "rope", encoding
-    return "unknown", None
+    fitting = [encoding for encoding in candidates if 2 * len(encoding.inv_freq) <= keys.shape[-1]]
+    spreads = [spread(encoding.strip(keys, positions)) for encoding in fitting]
+    if not spreads or min(spreads) > tolerance:
+        return "unknown", None
+    return "rope", fitting[spreads.index(min(spreads))]
 
 
 def describe_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -191,7 +194,8 @@ def check_model(contract: dict[str, Any], model: PreTrainedModel, argument: str)
     _refuse_unless(contract, "adapter", _adapter(model), argument)
     _refuse_unless(contract, "model_type", model.config.model_type, argument)
     revision = getattr(model.config, "_commit_hash", None)
-    if contract["revision"] is not None and revision is not None:
+    # A commit says nothing about an adapter's weights.
+    if contract["revision"] is not None and revision is not None and contract["adapter"] is None:
         _refuse_unless(contract, "id", _hub_id(model), argument)
         _refuse_unless(contract, "revision", revision, argument)
     else:
@@ -254,7 +258,8 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     size = len(tokenizer)
     sample = tokenizer.convert_ids_to_tokens(range(0, size, max(1, size // 256)))
     ids = tokenizer(_PROBE_TEXT, add_special_tokens=False)["input_ids"]
-    special = sorted((str(name), str(token)) for name, token in tokenizer.special_tokens_map.items())
+    named = tokenizer.special_tokens_map.items()  # which token pads plays no part here
+    special = sorted((str(name), str(token)) for name, token in named if name != "pad_token")
     return _digest(repr((size, sample, ids, special)).encode())
 
 
@@ -264,10 +269,12 @@ _PRECISION = ("bfloat16", "float16", "float32", "float64")
 def _weight_fingerprint(model: PreTrainedModel) -> dict[str, str]:
     """Hash of 64 values from each of 16 weight matrices spread over the decoder, per dtype that they may be loaded in
     (a bf16 load of fp32 weights has the bf16 hash of the original)."""
-    matrices = [weight for _, weight in sorted(model.get_decoder().named_parameters()) if weight.dim() >= 2]
+    named = [(name, weight) for name, weight in sorted(model.get_decoder().named_parameters()) if weight.dim() >= 2]
+    matrices = [weight for _, weight in named]
+    chosen = [matrices[index] for index in _spread(len(matrices), 16).tolist()]
     sampled = []
-    for index in _spread(len(matrices), 16).tolist():
-        flat = matrices[index].detach().flatten()
+    for weight in chosen + [weight for name, weight in named if ".lora_" in name]:
+        flat = weight.detach().flatten()
         sampled.append(flat[_spread(flat.numel(), 64).to(flat.device)].cpu())
     values = torch.cat(sampled)
     dtypes = [getattr(torch, name) for name in _PRECISION[: _PRECISION.index(str(values.dtype)[6:]) + 1]]

@@ -198,6 +198,7 @@ class MoTModel(PreTrainedModel):
         prefix_ids = self.config.source["prefix_ids"]
         ids = [prefix_ids + tokenize_with_spans(source_tokenizer, text)[0] for text in texts]
         source_ids, source_mask = left_pad(ids)
+        _check_length("source", source_ids.shape[1], self.source_geometry)
         return prefill(source, source_ids, source_mask, self.config.source_layers), source_ids, source_mask
 
     def prepare(
@@ -229,12 +230,7 @@ class MoTModel(PreTrainedModel):
         prefix = self.config.target["prefix_ids"]
         target_ids, target_mask = left_pad([prefix + row.target_ids for row in aligned])
         source_index, _ = left_pad([[0] * len(prefix) + row.source_index for row in aligned])
-        limit = self.target_geometry.max_positions
-        if limit is not None and target_ids.shape[1] > limit:
-            raise ValueError(
-                f"The context has {target_ids.shape[1]} target tokens, more than the {limit} positions of the target. "
-                "Shorten the context."
-            )
+        _check_length("target", target_ids.shape[1], self.target_geometry)
         return TranslationInputs(
             self._gather_source(source_cache, source_mask, source_index),
             self._embed(target, target_ids, target_mask),
@@ -269,7 +265,20 @@ class MoTModel(PreTrainedModel):
                 f"`source_input_ids` has {input_ids.shape[-1]} ids, but `source_cache` holds {length} positions. Pass "
                 "the ids that the cache was made from (the `sequences` of generate, which are one longer, are fine)."
             )
+        rows = cache.layers[self.config.source_layers[0]].keys.shape[0]
+        if rows != input_ids.shape[0]:
+            raise ValueError(
+                f"`source_cache` has {rows} rows, but `source_input_ids` has {input_ids.shape[0]}. Pass the ids of "
+                "each row; the cache of a beam search holds beams, not what was returned."
+            )
         input_ids = input_ids[:, :length]
+        if attention_mask is not None and attention_mask.shape != (rows, attention_mask.shape[1]):
+            raise ValueError(f"`source_attention_mask` has {attention_mask.shape[0]} rows, but the cache has {rows}.")
+        if attention_mask is not None and attention_mask.shape[1] < length:
+            raise ValueError(
+                f"`source_attention_mask` covers {attention_mask.shape[1]} of the {length} positions that the cache "
+                "holds. Extend it with ones for generated tokens."
+            )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, :length]
         prefix = self.config.source["prefix_ids"]
         first = mask.long().argmax(dim=1, keepdim=True) + torch.arange(len(prefix), device=mask.device)
@@ -296,7 +305,7 @@ class MoTModel(PreTrainedModel):
                 raise ValueError(f"`{name}` has {len(rows)} rows, but `source_input_ids` has {len(sources)}.")
         aligned = []
         for row, ids in enumerate(sources):
-            pads = source_ids.shape[1] - len(ids)
+            slots = source_mask[row].nonzero().flatten().tolist()
             found = align(
                 source_tokenizer,
                 ids,
@@ -305,7 +314,7 @@ class MoTModel(PreTrainedModel):
                 text=None if texts is None else texts[row],
                 same_tokenizer=same,
             )
-            aligned.append(replace(found, source_index=[pads + index for index in found.source_index]))
+            aligned.append(replace(found, source_index=[slots[index] for index in found.source_index]))
         return aligned
 
     def _gather_source(self, source_cache, source_mask, source_index) -> torch.Tensor | None:
@@ -314,8 +323,22 @@ class MoTModel(PreTrainedModel):
             return None
         positions = positions_from_mask(source_mask)
         states = source_states(source_cache, self.source_geometry, self.config.source_layers, positions)
+        self._check_positions(states, source_mask)
         index = source_index.to(states.device)[..., None].expand(-1, -1, states.shape[-1])
         return self._to_own(states.gather(1, index))
+
+    def _check_positions(self, states, source_mask) -> None:
+        """The first token of a row sees only itself: without its position it is the same in every row. Where it is
+        not, the rows were run at positions that count the pads."""
+        if bool(source_mask.all()) or not self.config.source["prefix_ids"] or len(states) == 1:
+            return
+        first = states[torch.arange(len(states)), source_mask.long().argmax(dim=1).to(states.device)].float()
+        pads = source_mask.long().argmax(dim=1)
+        if pads.min() != pads.max() and (first - first[:1]).abs().max() > 0.05 * first.abs().max():
+            raise ValueError(
+                "`source_cache` was made at positions that count the pads of its left-padded rows. Run the source "
+                "with `position_ids` derived from the attention mask, as generate does, or row by row."
+            )
 
     def _embed(self, target, target_ids, target_mask) -> torch.Tensor | None:
         """The causal window of the target's token embeddings: `[batch, target_seq, window * dim]`."""
@@ -341,17 +364,19 @@ class MoTModel(PreTrainedModel):
         slots = mask.argmax(dim=1, keepdim=True) + torch.arange(len(prefix_ids), device=mask.device)
         all_keys, all_values = [], []
         for layer_idx, layer in enumerate(self.target_geometry.layers):
-            keys = output.key_states[layer_idx].to(device=weight.device, dtype=weight.dtype)
-            values = output.value_states[layer_idx].to(device=weight.device, dtype=weight.dtype)
+            # Under a device map each layer lives where the target put it.
+            device = weight.device if prefix is None else prefix.layers[layer_idx].keys.device
+            keys = output.key_states[layer_idx].to(device=device, dtype=weight.dtype)
+            values = output.value_states[layer_idx].to(device=device, dtype=weight.dtype)
             if layer.position == "rope":
                 keys = self.target_geometry.rotary[layer.rotary].apply(keys, positions)
             states = []
             for translated, native in ((keys, "keys"), (values, "values")):
                 if prefix is not None:
                     source = getattr(prefix.layers[layer_idx], native).expand(len(mask), -1, -1, -1)
-                    index = slots[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3])
+                    index = slots.to(device)[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3])
                     translated = translated.scatter(2, index, source)
-                states.append((translated * mask[:, None, :, None].to(translated.dtype)).contiguous())
+                states.append((translated * mask[:, None, :, None].to(translated)).contiguous())
             all_keys.append(states[0])
             all_values.append(states[1])
         attach(target)
@@ -398,6 +423,14 @@ class MoTModel(PreTrainedModel):
         if report is not None:
             model.fit_report = json.loads(Path(report).read_text(encoding="utf-8"))
         return (model, info) if wants_info else model
+
+
+def _check_length(side: str, tokens: int, geometry: ModelGeometry) -> None:
+    if geometry.max_positions is not None and tokens > geometry.max_positions:
+        raise ValueError(
+            f"The context has {tokens} {side} tokens, more than the {geometry.max_positions} positions of the {side}. "
+            "Shorten the context."
+        )
 
 
 def left_pad(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:

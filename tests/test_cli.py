@@ -386,10 +386,9 @@ def test_inspect_shows_the_figures_of_the_fit(translator):
     assert "source_value      0.515  [0.433, 0.600]" in inspect.format_description(description)
 
 
-def test_inspect_prints_json(translator, capsys):
-    capsys.readouterr()
-    assert main(["inspect", str(translator), "--json"]) == 0
-    description = json.loads(capsys.readouterr().out)
+def test_inspect_writes_json(translator, tmp_path):
+    assert main(["inspect", str(translator), "--json", str(tmp_path / "out.json")]) == 0
+    description = json.loads((tmp_path / "out.json").read_text())
     model = MoTModel.from_pretrained(translator)
     assert description["parameters"] == model.num_parameters()
     assert description["source_layers"] == model.config.source_layers

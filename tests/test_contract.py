@@ -80,6 +80,12 @@ def test_other_model_or_tokenizer_is_refused(pair, changed, message):
         handoff(pair, **{changed: other})
 
 
+def test_another_pad_token_is_the_same_tokenizer(pair):
+    tokenizer = copy.deepcopy(pair["source_tokenizer"])
+    tokenizer.pad_token = tokenizer.eos_token
+    check_tokenizer(pair["mot"].config.source, tokenizer, "source_tokenizer")
+
+
 def test_models_swapped_are_refused(pair):
     with pytest.raises(ValueError, match="`source` does not match .*`model_type` is 'gemma3_text', expected 'llama'"):
         handoff(pair, source=pair["target"], source_tokenizer=pair["target_tokenizer"])
@@ -148,9 +154,17 @@ def test_empty_context_is_refused(pair, text):
         handoff(pair, text)
 
 
+def test_context_past_the_sources_positions_is_refused(pair):
+    text = "x" * 600  # 600 tokens of the source, fewer of the target
+    with pytest.raises(ValueError, match="The context has 601 source tokens, more than the 512 positions"):
+        handoff(pair, text)
+
+
 def test_context_past_the_targets_positions_is_refused(pair):
-    with pytest.raises(ValueError, match="The context has .* target tokens, more than the 512 positions"):
-        handoff(pair, " ".join(make_documents(3, 120)))
+    ids = torch.full((1, 600), 50)
+    no_source = MoTModel(MoTConfig(**{**pair["mot"].config.to_dict(), "source_layers": []}))
+    with pytest.raises(ValueError, match="The context has 601 target tokens, more than the 512 positions"):
+        handoff(pair, target_input_ids=ids, mot=no_source)
 
 
 def test_cache_of_another_model_is_refused(pair):

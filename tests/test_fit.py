@@ -214,13 +214,31 @@ def test_full_rank_is_an_option(pair):
         ({"rank": 0}, "`rank` must be at least 1, got 0"),
         ({"source_layers": [7]}, r"`source_layers` must lie in 0..2, got \[7\]"),
         ({"documents": []}, "`documents` holds no text"),
-        ({"documents": ["one"]}, "`documents` has 1 documents, all of which are held out"),
+        ({"documents": ["one"]}, "`documents` holds a single document"),
     ],
 )
 def test_bad_arguments_are_named(pair, change, message):
     arguments = {**OPTIONS, "documents": make_documents(5), **change}
     with pytest.raises(ValueError, match=message):
         fit(arguments.pop("documents"), **pair, **arguments)
+
+
+def test_a_small_corpus_holds_out_a_quarter(pair):
+    result = fit(make_documents(8, 60), **pair, **{**OPTIONS, "held_out_documents": 32})
+    assert result.report["held_out_documents"] == 2
+
+
+def test_what_is_no_translator_is_not_overwritten(fitted, tmp_path):
+    (tmp_path / "letters.txt").write_text("dear")
+    with pytest.raises(FileExistsError, match="holds something else than a translator"):
+        save_fit(fitted, tmp_path, overwrite=True)
+    assert (tmp_path / "letters.txt").read_text() == "dear"
+
+
+def test_twin_has_a_report_of_its_own(fitted):
+    report = fitted.no_source.fit_report
+    assert report["source_layers"] == [] and "no_source" not in report
+    assert report["ridge"] == fitted.report["no_source"]["ridge"]
 
 
 def test_fit_that_is_killed_leaves_no_translator(fitted, tmp_path, monkeypatch):

@@ -107,3 +107,51 @@ def test_sliding_cache_that_lost_keys_is_refused():
     logits_after(model, ids, cache)
     with pytest.raises(ValueError, match=r"`source_cache` has lost keys: layer 0 .*DynamicCache\(\)"):
         mot.translate(cache, ids, target=model, source_tokenizer=tokenizer, target_tokenizer=tokenizer)
+
+
+def run_padded(own, texts, side, positions=True):
+    """A ready cache over padded rows: cache, ids and mask."""
+    model = own["target"]
+    ids, mask = left_pad([own_ids(own, text) for text in texts])
+    if side == "right":
+        for row, pads in enumerate((mask == 0).sum(1).tolist()):
+            ids[row], mask[row] = ids[row].roll(-pads), mask[row].roll(-pads)
+    kwargs = {cache_argument(model): DynamicCache(), "attention_mask": mask}
+    if positions:
+        kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        model(ids, **kwargs)
+    return kwargs[cache_argument(model)], ids, mask
+
+
+def test_right_padded_ready_cache_equals_row_by_row(own):
+    texts = make_documents(1, 5, 4) + make_documents(1, 9, 5)
+    mot = MoTModel.identity(own["target"], own["target_tokenizer"])
+    tokenizers = {name: own[name] for name in ("source_tokenizer", "target_tokenizer")}
+    cache, ids, mask = run_padded(own, texts, "right")
+    batch = mot.translate(cache, ids, source_attention_mask=mask, target=own["target"], **tokenizers)
+    for row, text in enumerate(texts):
+        kept = batch.prefix_mask[row].bool()
+        alone = mot.handoff(text, **own)
+        for ours, theirs in zip(batch.layers, alone.layers, strict=True):
+            torch.testing.assert_close(ours.keys[row][:, kept], theirs.keys[0], atol=TOLERANCE, rtol=1e-4)
+
+
+def test_padded_cache_at_positions_that_count_the_pads_is_refused():
+    tokenizer = make_tokenizer(merges=40)
+    model = make_model("llama", tokenizer)
+    own = {"target": model, "source_tokenizer": tokenizer, "target_tokenizer": tokenizer}
+    cache, ids, mask = run_padded(own, make_documents(1, 5, 4) + make_documents(1, 9, 5), "left", positions=False)
+    mot = MoTModel.identity(model, tokenizer)
+    with pytest.raises(ValueError, match="`source_cache` was made at positions that count the pads"):
+        mot.translate(cache, ids, source_attention_mask=mask, **own)
+
+
+def test_rows_of_cache_ids_and_mask_must_agree(own):
+    mot = MoTModel.identity(own["target"], own["target_tokenizer"])
+    tokenizers = {name: own[name] for name in ("source_tokenizer", "target_tokenizer")}
+    cache, ids, mask = run_padded(own, make_documents(2, 5), "left")
+    with pytest.raises(ValueError, match="`source_cache` has 2 rows, but `source_input_ids` has 1"):
+        mot.translate(cache, ids[:1], target=own["target"], **tokenizers)
+    with pytest.raises(ValueError, match="`source_attention_mask` covers 3 of the"):
+        mot.translate(cache, ids, source_attention_mask=mask[:, :3], target=own["target"], **tokenizers)

@@ -95,3 +95,11 @@ def test_capture_keeps_only_the_layers_asked_for():
     whole, some = prefill(model, ids), prefill(model, ids, layers=[2])
     assert [layer.get_seq_length() for layer in some.layers] == [0, 0, 12]
     torch.testing.assert_close(some.layers[2].keys, whole.layers[2].keys)
+
+
+def test_probe_of_a_half_precision_model_finds_the_same(tmp_path):
+    """Coarse numbers must not take the rope of one layer type for that of another, or for none."""
+    model = make_model("gemma3", make_tokenizer())
+    model.save_pretrained(tmp_path)
+    half = probe(type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval())
+    assert half.layers == probe(model).layers

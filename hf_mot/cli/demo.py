@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,7 @@ def format_answers(answers: list[dict[str, str]]) -> str:
         cells = [textwrap.wrap(row[arm], column - 2) or ["(nothing)"] for arm in ARMS]
         for parts in itertools.zip_longest(*cells, fillvalue=""):
             lines.append("    " + "".join(f"{part:<{column}}" for part in parts).rstrip())
-    right = {arm: sum(row["right"].lower() in row[arm].lower() for row in answers) for arm in ARMS}
+    right = {arm: sum(_is_right(row, arm) for row in answers) for arm in ARMS}
     lines += [
         "",
         f"  right, of {len(answers)}: " + ", ".join(f"{_title(arm)} {count}" for arm, count in right.items()),
@@ -286,6 +287,10 @@ def format_cost(cost: dict[str, float]) -> str:
             f"  translated cache    {cost['kv_bytes'] / 1e6:.1f} MB",
         ]
     )
+
+
+def _is_right(row: dict[str, str], arm: str) -> bool:
+    return re.search(rf"\b{re.escape(row['right'])}\b", row[arm], re.IGNORECASE) is not None
 
 
 def _title(name: str) -> str:

@@ -33,10 +33,9 @@ def run(args: argparse.Namespace) -> int:
     # Cheap checks come first: a typo must not cost a minute of loading.
     check_output_file(args.json, "--json")
 
-    from hf_mot import MoTModel
     from hf_mot.data.documents import read_documents
     from hf_mot.evaluation.runner import DEFAULT_ARMS, check_settings, evaluate, save_report
-    from hf_mot.hub.resolve import load_model, load_tokenizer
+    from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
 
     documents = list(read_documents(args.text, lines=args.lines))
     settings = {
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         "replay": args.replay,
         "cost_context_length": args.cost_context,
     }
-    translator = MoTModel.from_pretrained(args.translator).eval()
+    translator = load_translator(args.translator)
     arms = check_settings(translator, **settings)
     no_source = _load_twin(args.translator) if "no_source" in arms else None
     source_name = None
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _load_twin(name: str):
     """The translator's twin without source, which a fit saves beside it."""
-    from hf_mot import MoTModel
+    from hf_mot.hub.resolve import load_translator
 
     way_out = "Fit again (hf-mot fit writes it), or choose --arms without no_source."
     missing = f"`--arms` holds no_source, but there is no twin in {name}/no_source. {way_out}"
@@ -88,9 +87,9 @@ def _load_twin(name: str):
         folder = os.path.join(name, "no_source")
         if not os.path.isdir(folder):
             raise ValueError(missing)
-        return MoTModel.from_pretrained(folder).eval()
+        return load_translator(folder)
     try:
-        return MoTModel.from_pretrained(name, subfolder="no_source").eval()
+        return load_translator(name, subfolder="no_source")
     except OSError as error:
         raise ValueError(missing) from error
 

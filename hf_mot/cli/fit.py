@@ -138,11 +138,15 @@ def _check_out(out: str, overwrite: bool) -> None:
             raise ValueError(
                 f"`--out` {out} is not empty. Give another folder, or --overwrite to replace what is in it."
             )
+        config = path / "config.json"
+        if any(path.iterdir()) and not (config.is_file() and '"mot"' in config.read_text(encoding="utf-8")):
+            raise ValueError(f"`--out` {out} holds something else than a translator, and is not replaced.")
     elif path.exists():
         raise ValueError(f"`--out` must be a folder, but {out} is a file. Give another name.")
 
 
 def _command(argv: list[str]) -> str:
     """The command line for the report: files and folders of this machine by their names alone."""
+    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--") else [arg])]
     local = [os.path.basename(arg.rstrip("/")) if os.path.exists(arg) or os.path.isabs(arg) else arg for arg in argv]
     return shlex.join(["hf-mot", *local])

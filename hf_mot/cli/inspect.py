@@ -2,8 +2,9 @@
 
 import argparse
 import itertools
-import json
 from typing import Any
+
+from hf_mot.cli import check_output_file
 
 HELP = "show what a translator is: pair, layers, sizes, cost and figures"
 
@@ -12,14 +13,19 @@ COST_CONTEXT = 1024
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("translator", metavar="TRANSLATOR", help="folder or Hub id of a translator")
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--json", metavar="PATH", help="also write it to this file")
 
 
 def run(args: argparse.Namespace) -> int:
+    check_output_file(args.json, "--json")
+
+    from hf_mot.evaluation import save_report
     from hf_mot.hub.resolve import load_translator
 
     description = describe(load_translator(args.translator))
-    print(json.dumps(description, indent=2, ensure_ascii=False) if args.json else format_description(description))
+    if args.json is not None:
+        save_report(description, args.json)
+    print(format_description(description))
     return 0
 
 

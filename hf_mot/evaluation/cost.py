@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from hf_mot.alignment_mot import tokenize_with_spans
 from hf_mot.capture_mot import prefill
 from hf_mot.compat_mot import cache_argument
 from hf_mot.evaluation.arms import Batch, Models
@@ -49,7 +50,7 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5) -> dict[st
     prompt_ids = torch.tensor([window.continuation_ids[:PROMPT_TOKENS]], device=target.device)
     source_ids = source_cache = None
     if layers:
-        text_ids = models.source_tokenizer(window.text, add_special_tokens=False)["input_ids"]
+        text_ids, _ = tokenize_with_spans(models.source_tokenizer, window.text)
         source_ids = torch.tensor([[*translator.config.source["prefix_ids"], *text_ids]])
         source_cache = prefill(models.source, source_ids)
 
@@ -61,6 +62,7 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5) -> dict[st
             source_tokenizer=models.source_tokenizer,
             target_tokenizer=models.target_tokenizer,
             target_input_ids=target_ids,
+            text=window.text,
             replay=models.replay,
         )
 

@@ -175,9 +175,7 @@ def fit(
         if sum(window.tokens for window in sample) >= SAMPLE_TOKENS:
             break
     if source_layers is None:
-        source_layers = choose_source_layers(
-            pair, batched(sample, batch_tokens), num_source_layers, embedding_window, seed
-        )
+        source_layers = choose_source_layers(pair, batched(sample, 2048), num_source_layers, embedding_window, seed)
     seconds = {"choice_of_layers": time.perf_counter() - started}
     shell = MoTModel(pair.config(source_layers=source_layers, rank=1, embedding_window=embedding_window))
     bar.set_description("Fitting")
@@ -208,9 +206,10 @@ def fit(
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
         "versions": versions(),
     }
-    for model in (translator, no_source):
-        if model is not None:
-            model.fit_report = report
+    translator.fit_report = report
+    if no_source is not None:
+        own = {key: value for key, value in report.items() if key != "no_source"}
+        no_source.fit_report = {**own, **report["no_source"], "source_layers": []}
     return FitResult(translator, no_source, report)
 
 
@@ -225,10 +224,14 @@ def split(documents: Iterable[str], held_out: int, seed: int) -> tuple[Iterator[
     stream = shuffled(iterate_documents(documents), SHUFFLE_BUFFER, random.Random(seed))
     held = list(itertools.islice(stream, held_out))
     following = next(stream, None)
+    if following is None and len(held) > 1:  # a small corpus: a quarter of it is held out
+        cut = max(1, len(held) // 4)
+        held, stream = held[:cut], iter(held[cut:])
+        following = next(stream)
     if following is None:
         raise ValueError(
-            f"`documents` has {len(held)} documents, all of which are held out to choose the ridge strength. "
-            "Pass more text, or a smaller `held_out_documents`."
+            "`documents` holds a single document, but one is held out to choose the ridge strength. Pass more text; "
+            "in a file, separate documents by lines <|endoftext|>, or take each line for one (--lines)."
         )
 
     def counted() -> Iterator[str]:

@@ -9,7 +9,7 @@ import torch
 
 from .statistics import Moments
 
-RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 _SKETCH = 256  # random combinations of outputs that stand for all of them where only an error is needed
 _OVERSAMPLING = 32
 _POWER_ITERATIONS = 2
