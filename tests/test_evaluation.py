@@ -378,7 +378,8 @@ def run_command(folder, *arguments, translator="mot"):
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return run(parser.parse_args([str(folder / translator), "--text", str(folder / "text.txt"), *arguments]))
+    argv = [str(folder / translator), "--text", str(folder / "text.txt"), *arguments]
+    return run(argparse.Namespace(**vars(parser.parse_args(argv)), argv=["evaluate", *argv]))
 
 
 def test_command_prints_a_table_and_writes_the_json(folder, tmp_path, capsys):
@@ -387,6 +388,7 @@ def test_command_prints_a_table_and_writes_the_json(folder, tmp_path, capsys):
     assert run_command(folder, *models, "--context", "24", "--json", str(out)) == 0
     report = json.loads(out.read_text())
     printed = capsys.readouterr().out
+    assert report["command"].startswith("hf-mot evaluate mot --text text.txt --source source")
     for arm, figures in report["arms"].items():
         assert f"{arm:<23}{figures['nll']:>7.4f}" in printed
     assert "3 documents, 24 tokens of context" in printed

@@ -5,6 +5,8 @@ rest of the package are imported inside `run`.
 """
 
 import difflib
+import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,3 +40,12 @@ def check_choice(value: str, choices: Sequence[str], argument: str) -> None:
         close = difflib.get_close_matches(value, choices, n=1)
         hint = f"Did you mean {close[0]}? " if close else ""
         raise ValueError(f"`{argument}` is {value!r}. {hint}Choose from {', '.join(choices)}.")
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The command for a report: files and folders of this machine by their names alone."""
+    parts = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--") else [arg])]
+    local = [
+        os.path.basename(part.rstrip("/")) if os.path.exists(part) or os.path.isabs(part) else part for part in parts
+    ]
+    return shlex.join(["hf-mot", *local])

@@ -4,7 +4,7 @@ import argparse
 import os
 from typing import Any
 
-from hf_mot.cli import check_output_file, model_name
+from hf_mot.cli import check_output_file, command_line, model_name
 
 HELP = "measure a translator: recovery, controls and cost"
 
@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         cost=not args.no_cost,
         **settings,
     )
+    report["command"] = command_line(args.argv)
     print(format_report(report))
     if args.json is not None:
         save_report(report, args.json)

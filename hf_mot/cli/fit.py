@@ -3,12 +3,11 @@
 import argparse
 import hashlib
 import os
-import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_mot.cli import check_choice, check_output_file
+from hf_mot.cli import check_choice, check_output_file, command_line
 
 HELP = "fit a translator for two models on text files"
 
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     }
     result = fit(documents, **pair, method=args.method, seed=args.seed, **options)
     result.report["corpus"] = [describe_file(path) for path in args.text]
-    result.report["command"] = _command(args.argv)
+    result.report["command"] = command_line(args.argv)
     save_fit(result, args.out, card=render_card(result.translator.config, result.report), overwrite=args.overwrite)
     if eval_documents is not None:  # what goes wrong from here on does not cost the fit
         result.report["evaluation"] = _evaluate(result, pair, eval_documents, args)
@@ -143,10 +142,3 @@ def _check_out(out: str, overwrite: bool) -> None:
             raise ValueError(f"`--out` {out} holds something else than a translator, and is not replaced.")
     elif path.exists():
         raise ValueError(f"`--out` must be a folder, but {out} is a file. Give another name.")
-
-
-def _command(argv: list[str]) -> str:
-    """The command line for the report: files and folders of this machine by their names alone."""
-    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--") else [arg])]
-    local = [os.path.basename(arg.rstrip("/")) if os.path.exists(arg) or os.path.isabs(arg) else arg for arg in argv]
-    return shlex.join(["hf-mot", *local])
