@@ -46,12 +46,27 @@ class TranslatedCache(DynamicCache):
         self.pending_mask: torch.Tensor | None = None
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        self._require_fork()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_mask_sizes(self, *args, **kwargs):
+        self._require_fork()  # the first thing that a model asks of a cache
+        return super().get_mask_sizes(*args, **kwargs)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._require_fork()
+        super().batch_repeat_interleave(repeats)
+        for name in ("prefix_mask", "pending_ids", "pending_mask"):
+            rows = getattr(self, name)
+            setattr(self, name, None if rows is None else rows.repeat_interleave(repeats, dim=0))
+
+    def _require_fork(self) -> None:
         if not self.is_fork:
             raise RuntimeError(
                 "A TranslatedCache is read-only, so that it can be used again. Before target.generate(...), call "
-                "attach(target) (translate(..., target=target) does); for a direct forward pass, pass cache.fork()."
+                "attach(target) (translate(..., target=target) does, but not within the same expression); for a "
+                "direct forward pass, pass cache.fork()."
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def fork(self, repeats: int = 1) -> "TranslatedCache":
         """

@@ -57,12 +57,15 @@ def _generate(model: PreTrainedModel, inputs: torch.Tensor | None = None, *args:
             f"`input_ids` has {prompt_ids.shape[0]} rows, but the TranslatedCache holds {cache.prefix_mask.shape[0]}. "
             "Pass one prompt per translated context."
         )
+    if _option(model, args, kwargs, "use_cache") is False:
+        raise ValueError("`use_cache` is False, but a translated context exists in the cache alone. Leave it out.")
+    prefix_mask = _cached_mask(cache)
     new_ids, new_mask = _prompt_after(cache, prompt_ids, kwargs.pop("attention_mask", None))
     sequences_per_row = _option(model, args, kwargs, "num_return_sequences")
     cache = cache.fork(max(_option(model, args, kwargs, "num_beams"), sequences_per_row))
     kwargs.pop("position_ids", None)
     kwargs[cache_argument(model)] = cache
-    kwargs["attention_mask"] = torch.cat([cache.prefix_mask.to(new_mask), new_mask], dim=1)
+    kwargs["attention_mask"] = torch.cat([prefix_mask.to(new_mask), new_mask], dim=1)
     output = generate(new_ids, *args, **kwargs)
 
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
@@ -80,9 +83,24 @@ def _generate(model: PreTrainedModel, inputs: torch.Tensor | None = None, *args:
     return output
 
 
+def _cached_mask(cache: TranslatedCache) -> torch.Tensor:
+    """Mask over all that is cached: a fork may have been written to by a forward pass."""
+    mask = cache.prefix_mask
+    written = cache.get_seq_length() - mask.shape[1]
+    if written < 0:
+        raise ValueError(f"`past_key_values` was cropped by {-written} tokens. Use the whole translated cache.")
+    return torch.cat([mask, mask.new_ones(len(mask), written)], dim=1)
+
+
 def _prompt_after(cache: TranslatedCache, prompt_ids: torch.Tensor, mask: torch.Tensor | None):
     """The ids that follow what is cached, and their mask: the last turn's uncached id, then the prompt without BOS."""
     length = prompt_ids.shape[1]
+    whole = cache.get_seq_length() + length
+    if mask is not None and mask.shape[1] not in (length, whole):
+        raise ValueError(
+            f"`attention_mask` has a width of {mask.shape[1]}, but the prompt has {length} ids, and with the cached "
+            f"context {whole}. Pass the mask that belongs to `input_ids`."
+        )
     mask = torch.ones_like(prompt_ids) if mask is None else mask[:, mask.shape[1] - length :].to(prompt_ids)
     if cache.bos_token_id is not None and length:
         first = mask.long().argmax(dim=1, keepdim=True)  # [batch, 1], the first real token of each row
@@ -121,7 +139,7 @@ def _close_turn(cache: TranslatedCache, mask: torch.Tensor, completion: torch.Te
     cache.is_fork = False
 
 
-def _option(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], name: str) -> int:
+def _option(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], name: str) -> Any:
     config = kwargs.get("generation_config") or (args[0] if args else None)
     for value in (kwargs.get(name), getattr(config, name, None), getattr(model.generation_config, name, None)):
         if value is not None:
@@ -130,6 +148,7 @@ def _option(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any], name: s
 
 
 def _eos_ids(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> set[int]:
-    config = kwargs.get("generation_config") or (args[0] if args else None) or model.generation_config
-    eos = kwargs.get("eos_token_id", config.eos_token_id)
+    config = kwargs.get("generation_config") or (args[0] if args else None)
+    given = [getattr(config, "eos_token_id", None), model.generation_config.eos_token_id]  # the first that is set
+    eos = kwargs.get("eos_token_id", given[0] if given[0] is not None else given[1])
     return set() if eos is None else set(torch.as_tensor(eos).flatten().tolist())

@@ -232,7 +232,7 @@ class MoTModel(PreTrainedModel):
         source_index, _ = left_pad([[0] * len(prefix) + row.source_index for row in aligned])
         _check_length("target", target_ids.shape[1], self.target_geometry)
         return TranslationInputs(
-            self._gather_source(source_cache, source_mask, source_index),
+            self._gather_source(source_cache, source_input_ids, source_mask, source_index),
             self._embed(target, target_ids, target_mask),
             target_ids,
             target_mask,
@@ -317,24 +317,25 @@ class MoTModel(PreTrainedModel):
             aligned.append(replace(found, source_index=[slots[index] for index in found.source_index]))
         return aligned
 
-    def _gather_source(self, source_cache, source_mask, source_index) -> torch.Tensor | None:
+    def _gather_source(self, source_cache, source_ids, source_mask, source_index) -> torch.Tensor | None:
         """Position-free source states, one per target slot: `[batch, target_seq, source width]`."""
         if not self.config.source_layers:
             return None
         positions = positions_from_mask(source_mask)
         states = source_states(source_cache, self.source_geometry, self.config.source_layers, positions)
-        self._check_positions(states, source_mask)
+        self._check_positions(states, source_ids, source_mask)
         index = source_index.to(states.device)[..., None].expand(-1, -1, states.shape[-1])
         return self._to_own(states.gather(1, index))
 
-    def _check_positions(self, states, source_mask) -> None:
-        """The first token of a row sees only itself: without its position it is the same in every row. Where it is
-        not, the rows were run at positions that count the pads."""
-        if bool(source_mask.all()) or not self.config.source["prefix_ids"] or len(states) == 1:
-            return
-        first = states[torch.arange(len(states)), source_mask.long().argmax(dim=1).to(states.device)].float()
+    def _check_positions(self, states, source_ids, source_mask) -> None:
+        """The first token of a row sees only itself: without its position, equal ones have equal states. Where they
+        have not, the rows were run at positions that count the pads."""
         pads = source_mask.long().argmax(dim=1)
-        if pads.min() != pads.max() and (first - first[:1]).abs().max() > 0.05 * first.abs().max():
+        first_ids = source_ids.gather(1, pads[:, None].to(source_ids.device))
+        if pads.min() == pads.max() or first_ids.min() != first_ids.max():
+            return
+        first = states[torch.arange(len(states)), pads.to(states.device)].float()
+        if (first - first[:1]).abs().max() > 0.05 * first.abs().max():
             raise ValueError(
                 "`source_cache` was made at positions that count the pads of its left-padded rows. Run the source "
                 "with `position_ids` derived from the attention mask, as generate does, or row by row."
@@ -421,7 +422,10 @@ class MoTModel(PreTrainedModel):
             **{name: kwargs[name] for name in hub_arguments if name in kwargs},
         )
         if report is not None:
-            model.fit_report = json.loads(Path(report).read_text(encoding="utf-8"))
+            try:
+                model.fit_report = json.loads(Path(report).read_text(encoding="utf-8"))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{FIT_REPORT} of {pretrained_model_name_or_path!r} is damaged: {error}.") from error
         return (model, info) if wants_info else model
 
 

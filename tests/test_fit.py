@@ -228,6 +228,10 @@ def test_a_small_corpus_holds_out_a_quarter(pair):
     assert result.report["held_out_documents"] == 2
 
 
+def test_few_long_documents_are_fitted_on(pair):
+    assert fit(make_documents(2, 250), **pair, **OPTIONS).report["held_out_documents"] == 1
+
+
 def test_what_is_no_translator_is_not_overwritten(fitted, tmp_path):
     (tmp_path / "letters.txt").write_text("dear")
     with pytest.raises(FileExistsError, match="holds something else than a translator"):

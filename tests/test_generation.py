@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from conftest import FAMILIES, make_documents, make_model, make_tokenizer
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from hf_mot import MoTModel, attach, detach
 from hf_mot.compat_mot import cache_argument, output_cache
@@ -208,3 +208,58 @@ def test_other_number_of_rows_is_refused():
     cache = translated(own, make_documents(2, 6))
     with pytest.raises(ValueError, match="`input_ids` has 1 rows, but the TranslatedCache holds 2"):
         own["target"].generate(**prompt_of(own, PROMPT), past_key_values=cache, max_new_tokens=NEW)
+
+
+def test_eos_of_the_models_own_config_ends_a_row():
+    """A generation config without an EOS takes the model's: the second turn must know that the row ended."""
+    own = make_own("llama")
+    text = make_documents(1, 9, 5)[0]
+    said = native(own, ids_of(own, text, bos=True) + ids_of(own, PROMPT))
+    own["target"].generation_config.eos_token_id = said[0]
+    pad = own["target_tokenizer"].pad_token_id
+    config = GenerationConfig(max_new_tokens=NEW, min_new_tokens=None, pad_token_id=pad, return_dict_in_generate=True)
+    first = attach(own["target"]).generate(
+        **prompt_of(own, PROMPT), generation_config=config, past_key_values=translated(own, text)
+    )
+    cache = output_cache(first)
+    assert first.sequences[0, -1] == said[0] and cache.pending_ids[0, 0] == said[0] and cache.pending_mask[0, 0] == 1
+
+
+def test_fork_that_was_written_to_is_continued():
+    own = make_own("llama")
+    text = make_documents(1, 9)[0]
+    fork = translated(own, text).fork()
+    middle = torch.tensor([ids_of(own, SECOND)])
+    with torch.no_grad():
+        own["target"](middle, **{cache_argument(own["target"]): fork})
+    out = own["target"].generate(**prompt_of(own, PROMPT), past_key_values=fork, max_new_tokens=NEW, do_sample=False)
+    history = ids_of(own, text, bos=True) + middle[0].tolist() + ids_of(own, PROMPT)
+    assert out[0, -NEW:].tolist() == native(own, history)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_cache": False}, "`use_cache` is False"),
+        ({"attention_mask": torch.ones(1, 3, dtype=torch.long)}, "`attention_mask` has a width of 3, but the prompt"),
+    ],
+)
+def test_arguments_that_would_lose_the_context_are_refused(change, message):
+    own = make_own("llama")
+    cache = translated(own, make_documents(1, 6)[0])
+    arguments = {**prompt_of(own, PROMPT), **change}
+    with pytest.raises(ValueError, match=message):
+        own["target"].generate(**arguments, past_key_values=cache, max_new_tokens=NEW)
+
+
+def test_one_context_serves_several_prompts_in_a_batch():
+    own = make_own("llama")
+    text = make_documents(1, 9)[0]
+    cache = translated(own, text)
+    with pytest.raises(RuntimeError, match="read-only"):
+        cache.batch_repeat_interleave(2)
+    prompts = [PROMPT, PROMPT + " a letter"]
+    batch = own["target_tokenizer"](prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+    out = own["target"].generate(**batch, past_key_values=cache.fork(2), max_new_tokens=NEW, do_sample=False)
+    for row, prompt in enumerate(prompts):
+        assert out[row, -NEW:].tolist() == native(own, ids_of(own, text, bos=True) + ids_of(own, prompt))

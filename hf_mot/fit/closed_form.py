@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..alignment_mot import tokenize_with_spans
 from ..capture_mot import positions_from_mask, prefill, source_states
 from ..configuration_mot import MoTConfig
 from ..data import iterate_documents
@@ -68,6 +69,18 @@ class Pair:
 
     def config(self, **kwargs: Any) -> MoTConfig:
         return MoTConfig(source=self.source_contract, target=self.target_contract, **kwargs)
+
+    def fits(self, text: str) -> bool:
+        """Whether both models have enough positions for a text, prefix included."""
+        sides = (
+            (self.source_tokenizer, self.source_contract, self.source_geometry),
+            (self.target_tokenizer, self.target_contract, self.target_geometry),
+        )
+        return all(
+            geometry.max_positions is None
+            or len(tokenize_with_spans(tokenizer, text)[0]) + len(contract["prefix_ids"]) <= geometry.max_positions
+            for tokenizer, contract, geometry in sides
+        )
 
     @torch.no_grad()
     def rows(self, shell: MoTModel, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,8 +167,12 @@ def fit(
             raise ValueError(f"`{name}` must be at least {least}, got {value}.")
     pair = Pair(source, target, source_tokenizer, target_tokenizer)
     depth = len(pair.source_geometry.layers)
-    if source_layers is not None and not set(source_layers) <= set(range(depth)):
-        raise ValueError(f"`source_layers` must lie in 0..{depth - 1}, got {source_layers}.")
+    if source_layers is not None:
+        if not set(source_layers) <= set(range(depth)):
+            raise ValueError(f"`source_layers` must lie in 0..{depth - 1}, got {source_layers}.")
+        if not source_layers and not embedding_window:
+            raise ValueError("`source_layers` and `embedding_window` are both empty: there is nothing to read.")
+        source_layers = sorted(set(source_layers))
     started = time.perf_counter()
     stream, held_out, counter = split(documents, held_out_documents, seed)
     limits = [g.max_positions for g in (pair.source_geometry, pair.target_geometry) if g.max_positions is not None]
@@ -168,6 +185,7 @@ def fit(
         max_tokens,
         random.Random(seed),
     )
+    windows = (window for window in windows if pair.fits(window.text))
     bar = tqdm(total=max_tokens, unit="token", desc="Choosing source layers", disable=not progress)
     sample = []  # the first windows choose the layers, and are then fitted on like all others
     for window in windows:
@@ -265,12 +283,15 @@ def choose_source_layers(
     for batch in sample:
         x, y = pair.rows(shell, [window.text for window in batch])
         if scale is None:
-            x_shift, x_scale = x.mean(0), x.std(0).clamp(min=1e-6)
-            scale = torch.cat([v.mean().sqrt().clamp(min=1e-12).expand_as(v) for v in y.var(0).split(outputs)])
+            x_shift, x_scale = x.mean(0), x.std(0, correction=0).clamp(min=1e-6)
+            variances = y.var(0, correction=0).split(outputs)
+            scale = torch.cat([v.mean().sqrt().clamp(min=1e-12).expand_as(v) for v in variances])
         x = (x - x_shift) / x_scale
         pieces = x.split([*widths, embedding_width], dim=1)
         layers = [piece @ p for piece, p in zip(pieces, projections, strict=False)]
         sketched.append((layers, pieces[-1] @ embedding_projection, (y / scale) @ sketch))
+    if sum(len(y) for _, _, y in sketched) < 8:
+        raise ValueError("`documents` gave fewer than 8 tokens to choose source layers on. Pass more text.")
     blocks = [torch.cat([layers[layer_idx] for layers, _, _ in sketched]) for layer_idx in range(depth)]
     return choose_layers(
         blocks, torch.cat([base for _, base, _ in sketched]), torch.cat([y for _, _, y in sketched]), count
@@ -281,7 +302,12 @@ def held_out_rows(pair: Pair, shell: MoTModel, held_out: list[str]) -> tuple[tor
     """Rows of the held-out documents' beginnings, about `SAMPLE_TOKENS` in all."""
     budget = max(32, SAMPLE_TOKENS // len(held_out))
     chars = int(budget * characters_per_token(held_out, pair.target_tokenizer))
-    rows = [pair.rows(shell, [document[:chars]]) for document in held_out]
+    texts = [document[:chars] for document in held_out]
+    for index, text in enumerate(texts):
+        while not pair.fits(text):
+            text = text[: len(text) // 2]
+        texts[index] = text
+    rows = [pair.rows(shell, [text]) for text in texts]
     return torch.cat([x for x, _ in rows]), torch.cat([y for _, y in rows])
 
 

@@ -64,8 +64,6 @@ def calibration_windows(
     total = 0
     for length, text in shuffled(_cut(documents, token_chars, lengths, rng), SHUFFLE_BUFFER, rng):
         tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if tokens >= 1.5 * length:  # far denser than the corpus: it could pass the models' positions
-            continue
         if total and total + tokens > max_tokens:
             return
         total += tokens
