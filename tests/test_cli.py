@@ -263,8 +263,16 @@ def test_fit_leaves_its_defaults_to_the_library(fitted, fit_command, tmp_path):
     assert fitted.keys().isdisjoint({"rank", "num_source_layers", "embedding_window", "max_tokens"})
 
 
+def test_fit_overwrites_nothing_but_a_translator(fitted, fit_command, tmp_path, capsys):
+    (tmp_path / "old.txt").write_text("old", encoding="utf-8")
+    message = fails(capsys, [*fit_command, "--out", str(tmp_path), "--overwrite"])
+    assert "holds something else than a translator" in message
+    assert (tmp_path / "old.txt").exists()
+
+
 def test_fit_overwrites_when_told_to(fitted, fit_command, tmp_path):
     (tmp_path / "old.txt").write_text("old", encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "mot"}', encoding="utf-8")
     assert main([*fit_command, "--out", str(tmp_path), "--overwrite"]) == 0
     assert (tmp_path / "model.safetensors").is_file()
     assert not (tmp_path / "old.txt").exists()
