@@ -7,9 +7,13 @@ from collections.abc import Collection, Sequence
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.utils import logging
 
 from .compat_mot import run_decoder
 from .geometry_mot import ModelGeometry
+from .rows_mot import check_rows, positions_from_mask
+
+logger = logging.get_logger(__name__)
 
 
 class _KeepLayersCache(DynamicCache):
@@ -48,11 +52,6 @@ def prefill(
     return cache
 
 
-def positions_from_mask(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Position ids of left-padded rows: 0 at the first real token; pads get 0."""
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-
-
 def check_cache(cache: Cache, geometry: ModelGeometry, layers: Sequence[int], argument: str = "source_cache") -> int:
     """
     Checks a cache against the geometry it should have, and returns its length in tokens.
@@ -61,9 +60,12 @@ def check_cache(cache: Cache, geometry: ModelGeometry, layers: Sequence[int], ar
         `ValueError`: wrong number of layers or shape, lost keys (a sliding layer past its window), mixed dtypes,
             NaN or infinite states, an empty cache.
     """
-    if len(cache.layers) != len(geometry.layers):
+    depth = len(cache.layers)
+    while depth > len(geometry.layers) and not isinstance(cache.layers[depth - 1].keys, torch.Tensor):
+        depth -= 1  # a model's last layers may read the keys and values of lower ones
+    if depth != len(geometry.layers):
         raise ValueError(
-            f"`{argument}` has {len(cache.layers)} layers, but this translator was made for a source with "
+            f"`{argument}` has {depth} layers, but this translator was made for a source with "
             f"{len(geometry.layers)}. Load the translator of your pair."
         )
     seq_length = max(cache.layers[layer_idx].get_seq_length() for layer_idx in layers)
@@ -107,10 +109,83 @@ def source_states(
     """
     states = []
     for layer_idx in layers:
-        layer, expected = cache.layers[layer_idx], geometry.layers[layer_idx]
+        layer = cache.layers[layer_idx]
         # A static cache is longer than what it holds.
         keys, values = (part[:, :, : position_ids.shape[1]] for part in (layer.keys, layer.values))
-        if expected.position == "rope":
-            keys = geometry.rotary[expected.rotary].strip(keys, position_ids)
+        keys, values = geometry.strip_positions(layer_idx, keys, values, position_ids)
         states += [keys.transpose(1, 2).flatten(2), values.transpose(1, 2).flatten(2)]  # [batch, seq, channels]
     return torch.cat([part.to(states[0].device) for part in states], dim=-1)
+
+
+def read_cache(
+    cache: Cache,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    geometry: ModelGeometry,
+    layers: Sequence[int],
+    prefix_ids: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Checks a cache that the source model already has against its ids, and takes the states out.
+
+    Args:
+        cache (`Cache`): The source's cache.
+        input_ids (`torch.Tensor`): Its ids `[batch, seq]`; one surplus trailing id is dropped.
+        attention_mask (`torch.Tensor`, *optional*): 0 on the pads of padded rows.
+        geometry ([`ModelGeometry`]): The source's.
+        layers (`Sequence[int]`): Layers to read.
+        prefix_ids (`Sequence[int]`): Special ids that the source is expected to start with.
+
+    Returns:
+        `tuple(torch.Tensor)`: Position-free states `[batch, seq, width]`, ids and mask, cut to what the cache holds.
+
+    Raises:
+        `ValueError`: ids, mask and cache that do not belong together, or a cache that [`check_cache`] refuses.
+    """
+    check_rows(input_ids, attention_mask, "source_input_ids", "source_attention_mask")
+    length = check_cache(cache, geometry, layers)
+    if input_ids.shape[1] - length not in (0, 1):
+        raise ValueError(
+            f"`source_input_ids` has {input_ids.shape[1]} ids, but `source_cache` holds {length} positions. Pass "
+            "the ids that the cache was made from (the `sequences` of generate, which are one longer, are fine)."
+        )
+    rows = cache.layers[layers[0]].keys.shape[0]
+    if rows != len(input_ids):
+        raise ValueError(
+            f"`source_cache` has {rows} rows, but `source_input_ids` has {len(input_ids)}. Pass the ids of "
+            "each row; the cache of a beam search holds beams, not what was returned."
+        )
+    if attention_mask is not None and attention_mask.shape[1] < length:
+        raise ValueError(
+            f"`source_attention_mask` covers {attention_mask.shape[1]} of the {length} positions that the cache "
+            "holds. Extend it with ones for generated tokens."
+        )
+    input_ids = input_ids[:, :length]
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, :length].to(input_ids.device)
+    if not bool(mask.any(dim=1).all()):
+        raise ValueError("`source_attention_mask` has a row without any token: there is no context to translate.")
+    first = mask.long().argmax(dim=1, keepdim=True) + torch.arange(len(prefix_ids), device=mask.device)
+    expected = torch.tensor(prefix_ids, dtype=input_ids.dtype, device=input_ids.device)
+    if prefix_ids and (first.max() >= length or not bool((input_ids.gather(1, first) == expected).all())):
+        logger.warning(
+            f"`source_cache` does not start with the special ids {list(prefix_ids)} that this translator was fitted "
+            "with; the translation will be worse. Run the source over these ids and then the context."
+        )
+    states = source_states(cache, geometry, layers, positions_from_mask(mask))
+    _check_positions(states, input_ids, mask)
+    return states, input_ids, mask
+
+
+def _check_positions(states: torch.Tensor, input_ids: torch.Tensor, mask: torch.Tensor) -> None:
+    """The first token of a row sees only itself: without its position, equal ones have equal states. Where they have
+    not, the rows were run at positions that count the pads."""
+    pads = mask.long().argmax(dim=1)
+    first_ids = input_ids.gather(1, pads[:, None])
+    if pads.min() == pads.max() or first_ids.min() != first_ids.max():
+        return
+    first = states[torch.arange(len(states)), pads.to(states.device)].float()
+    if (first - first[:1]).abs().max() > 0.05 * first.abs().max():
+        raise ValueError(
+            "`source_cache` was made at positions that count the pads of its left-padded rows. Run the source "
+            "with `position_ids` derived from the attention mask, as generate does, or row by row."
+        )

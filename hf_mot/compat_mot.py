@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache
+from transformers import Cache, DynamicCache, PreTrainedConfig
 
 
 def cache_argument(model: nn.Module) -> str:
@@ -21,11 +21,11 @@ def output_cache(output: Any) -> Cache | None:
     return None
 
 
-def drop_output_cache(output: Any) -> None:
-    """Takes the cache out of an output."""
+def set_output_cache(output: Any, cache: Cache | None) -> None:
+    """Puts another cache, or none, into an output that has one."""
     for name in ("cache", "past_key_values"):
         if name in output:
-            output[name] = None
+            output[name] = cache
 
 
 def pop_cache_argument(kwargs: dict[str, Any]) -> Cache | None:
@@ -41,10 +41,26 @@ def run_decoder(
     cache: Cache,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
-) -> None:
-    """Runs a causal LM's decoder, without its LM head, and leaves the states in `cache`. Ids `[batch, seq]`."""
+) -> torch.Tensor:
+    """Runs a causal LM's decoder, without its LM head, and leaves the states in `cache`. Ids `[batch, seq]`; returns
+    the last hidden states `[batch, seq, hidden]`."""
     decoder = model.get_decoder()
     kwargs = {cache_argument(decoder): cache, "attention_mask": attention_mask, "use_cache": True}
     if position_ids is not None and "position_ids" in inspect.signature(decoder.forward).parameters:
         kwargs["position_ids"] = position_ids
-    decoder(input_ids=input_ids, **kwargs)
+    return decoder(input_ids=input_ids, **kwargs)[0]
+
+
+def unsupported_cache(config: PreTrainedConfig) -> str | None:
+    """The kind of a cache layer of a model that is not plain keys and values per token, if there is one."""
+    for layer in DynamicCache(config=config).layers:
+        kind = type(layer).__name__
+        if kind not in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"):
+            return f"a {kind}"
+    return None
+
+
+def shares_last_layers(config: PreTrainedConfig, cached: int) -> bool:
+    """Whether only the first `cached` layers have a cache, because the others read theirs."""
+    kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
+    return set(kinds[cached:]) == {"DummyLayer"} and "DummyLayer" not in kinds[:cached]

@@ -17,13 +17,16 @@ from transformers.utils import ModelOutput, cached_file, logging
 
 from .alignment_mot import Alignment, align, tokenize_with_spans
 from .cache_mot import TranslatedCache
-from .capture_mot import check_cache, positions_from_mask, prefill, source_states
+from .capture_mot import prefill, read_cache
 from .compat_mot import run_decoder  # noqa: F401  older transformers ship only the files that this one imports
 from .configuration_mot import MoTConfig
+from .contract_mot import check_model, check_tokenizer, describe_model
+from .generation_custom_mot import RECIPE
 from .generation_mot import attach
-from .geometry_mot import ModelGeometry, check_model, check_tokenizer, describe_model
+from .geometry_mot import ModelGeometry
 from .positions_mot import RotaryEncoding  # noqa: F401  likewise
-from .replay_mot import ReplayPlan, translator_widths
+from .replay_mot import ReplayPlan, replay, translator_widths
+from .rows_mot import check_rows, left_pad, unpad
 from .translators_mot import IdentityTranslator, ReducedRankTranslator, embedding_window
 
 logger = logging.get_logger(__name__)
@@ -115,6 +118,7 @@ class MoTModel(PreTrainedModel):
         target_attention_mask: torch.Tensor | None = None,
         text: str | Sequence[str] | None = None,
         replay: str | ReplayPlan = "none",
+        allow_variant: bool = False,
     ) -> TranslatedCache:
         """
         Translates a cache that the source model already has (`source(**inputs)`, `source.generate(...)`) into one that
@@ -132,7 +136,9 @@ class MoTModel(PreTrainedModel):
                 included; by default the text is tokenised alone.
             target_attention_mask (`torch.Tensor`, *optional*): Mask of left-padded `target_input_ids`.
             text (`str` or list of `str`, *optional*): The context's text; by default the decoded source ids.
-            replay (`str` or `ReplayPlan`, *optional*, defaults to `"none"`): What the target computes itself.
+            replay (`str` or [`ReplayPlan`], *optional*, defaults to `"none"`): What the target computes itself.
+            allow_variant (`bool`, *optional*, defaults to `False`): Accepts a source or target that is the
+                translator's with another PEFT adapter or quantization.
 
         Returns:
             [`TranslatedCache`]
@@ -141,7 +147,8 @@ class MoTModel(PreTrainedModel):
             `ValueError`: a model, tokenizer or cache that is not the pair's, a cache that lost keys or holds NaN or
                 mixed dtypes, an empty context, more context than the target's positions.
         """
-        ReplayPlan.parse(replay)
+        plan = ReplayPlan.parse(replay)
+        plan.layers(self.target_geometry)
         inputs = self.prepare(
             source_cache,
             source_input_ids,
@@ -152,9 +159,13 @@ class MoTModel(PreTrainedModel):
             target_input_ids=target_input_ids,
             target_attention_mask=target_attention_mask,
             text=text,
+            allow_variant=allow_variant,
         )
         output = self(inputs.source_states, inputs.embeddings)
-        return self.assemble(output, inputs, target)
+        cache = self.assemble(output, inputs, target, plan)
+        if allow_variant:
+            cache.contract = None
+        return cache
 
     @torch.no_grad()
     def handoff(
@@ -165,6 +176,7 @@ class MoTModel(PreTrainedModel):
         target_tokenizer: PreTrainedTokenizerBase,
         source: PreTrainedModel | None = None,
         source_tokenizer: PreTrainedTokenizerBase | None = None,
+        allow_variant: bool = False,
         **kwargs: Any,
     ) -> TranslatedCache:
         """
@@ -172,7 +184,7 @@ class MoTModel(PreTrainedModel):
         be left out only by a translator that reads no source.
         """
         texts = [text] if isinstance(text, str) else list(text)
-        cache, source_ids, source_mask = self.read_source(texts, source, source_tokenizer)
+        cache, source_ids, source_mask = self.read_source(texts, source, source_tokenizer, allow_variant)
         return self.translate(
             cache,
             source_ids,
@@ -181,17 +193,18 @@ class MoTModel(PreTrainedModel):
             target=target,
             target_tokenizer=target_tokenizer,
             text=texts,
+            allow_variant=allow_variant,
             **kwargs,
         )
 
-    def read_source(self, texts, source, source_tokenizer):
+    def read_source(self, texts, source, source_tokenizer, allow_variant=False):
         """The source's own prefill of `texts`: (cache, ids, mask), left-padded, its prefix first; all `None` for a
         translator that reads no source."""
         if not self.config.source_layers:
             return None, None, None
         if source is None:
             raise ValueError("`source` is required: the translator reads the source model's states of the context.")
-        check_model(self.config.source, source, "source")
+        check_model(self.config.source, source, "source", allow_variant)
         check_tokenizer(self.config.source, source_tokenizer, "source_tokenizer")
         if not texts or not all(texts):
             raise ValueError("`text` is empty: there is no context to hand off. Pass a text with at least one token.")
@@ -213,30 +226,38 @@ class MoTModel(PreTrainedModel):
         target_input_ids=None,
         target_attention_mask=None,
         text=None,
+        allow_variant=False,
     ) -> TranslationInputs:
         """Checks the pair, aligns both tokenizations and gathers what the translator reads. Arguments as in
         [`translate`]; the closed-form fit reads its features here too."""
-        check_model(self.config.target, target, "target")
+        check_model(self.config.target, target, "target", allow_variant)
         check_tokenizer(self.config.target, target_tokenizer, "target_tokenizer")
         texts = [text] if isinstance(text, str) else text
-        source_mask = None
+        source_states = source_mask = None
         if self.config.source_layers:
             check_tokenizer(self.config.source, source_tokenizer, "source_tokenizer")
-            source_input_ids, source_mask = self._check_source(source_cache, source_input_ids, source_attention_mask)
-        given = None
-        if target_input_ids is not None:
-            given = _unpad(target_input_ids, target_attention_mask, self.config.target["prefix_ids"])
+            if source_cache is None or source_input_ids is None:
+                raise ValueError(
+                    "`source_cache` and `source_input_ids` are required: this translator reads the source."
+                )
+            source_states, source_input_ids, source_mask = read_cache(
+                source_cache,
+                source_input_ids,
+                source_attention_mask,
+                self.source_geometry,
+                self.config.source_layers,
+                self.config.source["prefix_ids"],
+            )
+        given = self._without_prefix(target_input_ids, target_attention_mask, target_tokenizer)
         aligned = self._align(source_input_ids, source_mask, source_tokenizer, target_tokenizer, texts, given)
         prefix = self.config.target["prefix_ids"]
         target_ids, target_mask = left_pad([prefix + row.target_ids for row in aligned])
-        source_index, _ = left_pad([[0] * len(prefix) + row.source_index for row in aligned])
         _check_length("target", target_ids.shape[1], self.target_geometry)
-        return TranslationInputs(
-            self._gather_source(source_cache, source_input_ids, source_mask, source_index),
-            self._embed(target, target_ids, target_mask),
-            target_ids,
-            target_mask,
-        )
+        if source_states is not None:
+            source_index, _ = left_pad([[0] * len(prefix) + row.source_index for row in aligned])
+            index = source_index.to(source_states.device)[..., None].expand(-1, -1, source_states.shape[-1])
+            source_states = self._to_own(source_states.gather(1, index))  # [batch, target_seq, width]
+        return TranslationInputs(source_states, self._embed(target, target_ids, target_mask), target_ids, target_mask)
 
     def forward(self, source_states: torch.Tensor | None = None, embeddings: torch.Tensor | None = None) -> MoTOutput:
         """
@@ -255,40 +276,24 @@ class MoTModel(PreTrainedModel):
                 start += layer.kv_heads * dim
         return MoTOutput(key_states=tuple(key_states), value_states=tuple(value_states))
 
-    def _check_source(self, cache, input_ids, attention_mask):
-        """Checks the source's cache; returns ids and mask cut to what it holds."""
-        if cache is None or input_ids is None:
-            raise ValueError("`source_cache` and `source_input_ids` are required: this translator reads the source.")
-        length = check_cache(cache, self.source_geometry, self.config.source_layers)
-        if input_ids.shape[-1] - length not in (0, 1):
+    def _without_prefix(self, target_ids, target_mask, target_tokenizer) -> list[list[int]] | None:
+        """The target's ids of each row, as the user passed them, without pads and prefix."""
+        if target_ids is None:
+            return None
+        check_rows(target_ids, target_mask, "target_input_ids", "target_attention_mask")
+        pad, prefix = target_tokenizer.pad_token_id, self.config.target["prefix_ids"]
+        if target_mask is None and pad is not None and [pad] != prefix[:1] and bool((target_ids[:, 0] == pad).any()):
             raise ValueError(
-                f"`source_input_ids` has {input_ids.shape[-1]} ids, but `source_cache` holds {length} positions. Pass "
-                "the ids that the cache was made from (the `sequences` of generate, which are one longer, are fine)."
+                f"`target_input_ids` starts with the pad id {pad}, but `target_attention_mask` is missing. Pass the "
+                "mask of the padded rows."
             )
-        rows = cache.layers[self.config.source_layers[0]].keys.shape[0]
-        if rows != input_ids.shape[0]:
+        if target_mask is not None and target_mask.shape != target_ids.shape:
             raise ValueError(
-                f"`source_cache` has {rows} rows, but `source_input_ids` has {input_ids.shape[0]}. Pass the ids of "
-                "each row; the cache of a beam search holds beams, not what was returned."
+                f"`target_attention_mask` has the shape {tuple(target_mask.shape)}, but `target_input_ids` "
+                f"{tuple(target_ids.shape)}. Pass the mask that belongs to the ids."
             )
-        input_ids = input_ids[:, :length]
-        if attention_mask is not None and attention_mask.shape != (rows, attention_mask.shape[1]):
-            raise ValueError(f"`source_attention_mask` has {attention_mask.shape[0]} rows, but the cache has {rows}.")
-        if attention_mask is not None and attention_mask.shape[1] < length:
-            raise ValueError(
-                f"`source_attention_mask` covers {attention_mask.shape[1]} of the {length} positions that the cache "
-                "holds. Extend it with ones for generated tokens."
-            )
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, :length]
-        prefix = self.config.source["prefix_ids"]
-        first = mask.long().argmax(dim=1, keepdim=True) + torch.arange(len(prefix), device=mask.device)
-        expected = torch.tensor(prefix, dtype=input_ids.dtype, device=input_ids.device)
-        if prefix and (first.max() >= length or not bool((input_ids.gather(1, first) == expected).all())):
-            logger.warning(
-                f"`source_cache` does not start with the special ids {prefix} that this translator was fitted with; "
-                "the translation will be worse. Run the source over these ids and then the context."
-            )
-        return input_ids, mask
+        rows = unpad(target_ids, target_mask)
+        return [row[len(prefix) :] if prefix and row[: len(prefix)] == prefix else row for row in rows]
 
     def _align(self, source_ids, source_mask, source_tokenizer, target_tokenizer, texts, given) -> list[Alignment]:
         """For each target token of each row, the slot of the source cache that covers its last character."""
@@ -299,7 +304,7 @@ class MoTModel(PreTrainedModel):
                 raise ValueError("`text` is empty: there is no context to translate. Pass at least one token.")
             return [Alignment(ids, [0] * len(ids), "") for ids in given]
         same = self.config.source["tokenizer_fingerprint"] == self.config.target["tokenizer_fingerprint"]
-        sources = _unpad(source_ids, source_mask)
+        sources = unpad(source_ids, source_mask)
         for name, rows in (("text", texts), ("target_input_ids", given)):
             if rows is not None and len(rows) != len(sources):
                 raise ValueError(f"`{name}` has {len(rows)} rows, but `source_input_ids` has {len(sources)}.")
@@ -317,30 +322,6 @@ class MoTModel(PreTrainedModel):
             aligned.append(replace(found, source_index=[slots[index] for index in found.source_index]))
         return aligned
 
-    def _gather_source(self, source_cache, source_ids, source_mask, source_index) -> torch.Tensor | None:
-        """Position-free source states, one per target slot: `[batch, target_seq, source width]`."""
-        if not self.config.source_layers:
-            return None
-        positions = positions_from_mask(source_mask)
-        states = source_states(source_cache, self.source_geometry, self.config.source_layers, positions)
-        self._check_positions(states, source_ids, source_mask)
-        index = source_index.to(states.device)[..., None].expand(-1, -1, states.shape[-1])
-        return self._to_own(states.gather(1, index))
-
-    def _check_positions(self, states, source_ids, source_mask) -> None:
-        """The first token of a row sees only itself: without its position, equal ones have equal states. Where they
-        have not, the rows were run at positions that count the pads."""
-        pads = source_mask.long().argmax(dim=1)
-        first_ids = source_ids.gather(1, pads[:, None].to(source_ids.device))
-        if pads.min() == pads.max() or first_ids.min() != first_ids.max():
-            return
-        first = states[torch.arange(len(states)), pads.to(states.device)].float()
-        if (first - first[:1]).abs().max() > 0.05 * first.abs().max():
-            raise ValueError(
-                "`source_cache` was made at positions that count the pads of its left-padded rows. Run the source "
-                "with `position_ids` derived from the attention mask, as generate does, or row by row."
-            )
-
     def _embed(self, target, target_ids, target_mask) -> torch.Tensor | None:
         """The causal window of the target's token embeddings: `[batch, target_seq, window * dim]`."""
         if not self.config.embedding_window:
@@ -354,40 +335,29 @@ class MoTModel(PreTrainedModel):
         own = next(self.parameters(), None)
         return states if own is None else states.to(device=own.device, dtype=own.dtype)
 
-    def assemble(self, output: MoTOutput, inputs: TranslationInputs, target: PreTrainedModel) -> TranslatedCache:
-        """Puts the target's positions on, and the natively computed prefix in front of each row."""
-        weight = target.get_input_embeddings().weight
-        mask = inputs.target_mask.to(weight.device)
-        positions = positions_from_mask(mask)
-        prefix_ids = self.config.target["prefix_ids"]
-        # The prefix sees nothing before it, so one native row serves all.
-        prefix = prefill(target, torch.tensor([prefix_ids])) if prefix_ids else None
-        slots = mask.argmax(dim=1, keepdim=True) + torch.arange(len(prefix_ids), device=mask.device)
-        all_keys, all_values = [], []
-        for layer_idx, layer in enumerate(self.target_geometry.layers):
-            # Under a device map each layer lives where the target put it.
-            device = weight.device if prefix is None else prefix.layers[layer_idx].keys.device
-            keys = output.key_states[layer_idx].to(device=device, dtype=weight.dtype)
-            values = output.value_states[layer_idx].to(device=device, dtype=weight.dtype)
-            if layer.position == "rope":
-                keys = self.target_geometry.rotary[layer.rotary].apply(keys, positions)
-            states = []
-            for translated, native in ((keys, "keys"), (values, "values")):
-                if prefix is not None:
-                    source = getattr(prefix.layers[layer_idx], native).expand(len(mask), -1, -1, -1)
-                    index = slots.to(device)[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3])
-                    translated = translated.scatter(2, index, source)
-                states.append((translated * mask[:, None, :, None].to(translated)).contiguous())
-            all_keys.append(states[0])
-            all_values.append(states[1])
+    def assemble(
+        self, output: MoTOutput, inputs: TranslationInputs, target: PreTrainedModel, plan: ReplayPlan | None = None
+    ) -> TranslatedCache:
+        """Makes the target's cache of translated states, and attaches the target. Gradients flow through it."""
+        cache = replay(
+            ReplayPlan() if plan is None else plan,
+            output.key_states,
+            output.value_states,
+            target=target,
+            contract=self.config.target,
+            target_ids=inputs.target_ids,
+            target_mask=inputs.target_mask,
+        )
         attach(target)
-        bos_token_id = prefix_ids[0] if self.config.target["adds_prefix"] else None
-        return TranslatedCache(all_keys, all_values, mask, bos_token_id, self.target_geometry.sliding)
+        return cache
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Writes weights (safetensors), config, the code that remote loading needs, and `fit_report.json`."""
         if self.config.method == "identity":
             raise ValueError("An identity translator holds nothing to save. Make it anew with MoTModel.identity.")
+        recipe = Path(save_directory) / "custom_generate" / "generate.py"
+        recipe.parent.mkdir(parents=True, exist_ok=True)
+        recipe.write_text(RECIPE, encoding="utf-8")
         super().save_pretrained(save_directory, **kwargs)
         if self.fit_report is not None:
             text = json.dumps(self.fit_report, indent=2, ensure_ascii=False)
@@ -435,24 +405,3 @@ def _check_length(side: str, tokens: int, geometry: ModelGeometry) -> None:
             f"The context has {tokens} {side} tokens, more than the {geometry.max_positions} positions of the {side}. "
             "Shorten the context."
         )
-
-
-def left_pad(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of ids as one left-padded tensor and its mask, `[batch, longest]`."""
-    longest = max(len(row) for row in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, values in enumerate(rows):
-        ids[row, longest - len(values) :] = torch.tensor(values, dtype=torch.long)
-        mask[row, longest - len(values) :] = 1
-    return ids, mask
-
-
-def _unpad(ids: torch.Tensor, mask: torch.Tensor | None, prefix: Sequence[int] = ()) -> list[list[int]]:
-    """The ids of each row without pads and, where it has it, without `prefix`."""
-    rows = []
-    for row, values in enumerate(ids.tolist()):
-        kept = values if mask is None else [v for v, m in zip(values, mask[row].tolist(), strict=True) if m]
-        starts = bool(prefix) and kept[: len(prefix)] == list(prefix)
-        rows.append(kept[len(prefix) :] if starts else kept)
-    return rows

@@ -76,7 +76,9 @@ def find_rotary_encodings(model: nn.Module) -> list[RotaryEncoding]:
         takes_layer_type = "layer_type" in inspect.signature(module.forward).parameters
         layer_types = sorted(set(model.config.get_text_config().layer_types)) if takes_layer_type else [None]
         for layer_type in layer_types:
-            inv_freq, scaling = _read_frequencies(module, layer_type, next(model.parameters()).device)
+            config = model.config.get_text_config()
+            last = getattr(config, "max_position_embeddings", None) or 2**10
+            inv_freq, scaling = _read_frequencies(module, layer_type, last - 1, next(model.parameters()).device)
             for interleaved in (False, True):
                 encoding = RotaryEncoding(inv_freq, scaling, interleaved)
                 if encoding not in found:
@@ -84,12 +86,14 @@ def find_rotary_encodings(model: nn.Module) -> list[RotaryEncoding]:
     return found
 
 
-def _read_frequencies(module: nn.Module, layer_type: str | None, device: torch.device):
-    """Angles per position, from the module's own (cos, sin) at positions 1, 2, 4, … 1024: each doubling refines the
-    angle read at the one before, so the result is as exact as the module's fp32 table."""
-    positions = torch.tensor([[0] + [2**k for k in range(11)]], device=device)
+def _read_frequencies(module: nn.Module, layer_type: str | None, last: int, device: torch.device):
+    """Angles per position, from the module's own (cos, sin) at positions 1, 2, 4, … up to 1024 or `last`: each
+    doubling refines the angle read at the one before, so the result is as exact as the module's fp32 table."""
+    positions = torch.tensor([[0] + [2**k for k in range(11) if 2**k <= max(last, 1)]], device=device)
     kwargs = {} if layer_type is None else {"layer_type": layer_type}
     cos, sin = module(torch.zeros(1, 1, 1, device=device), positions, **kwargs)  # [1, positions, rotary width]
+    if not bool(cos[0, 0].any()):  # (sin, cos): GPT-J
+        cos, sin = sin, cos
     scaling = cos[0, 0, 0].item()
     cos, sin = cos[0, 1:].double().cpu(), sin[0, 1:].double().cpu()
     width = cos.shape[-1]

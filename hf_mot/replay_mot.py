@@ -1,11 +1,22 @@
-"""Replay plans: what the target computes itself on top of a translated cache, and what that costs."""
+"""Replay: what the target computes itself on top of a translation, and what that costs.
 
+Shapes: keys and values are `[batch, kv_heads, seq, head_dim]`, ids and masks `[batch, seq]`; rows are left-padded.
+"""
+
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from .cache_mot import TranslatedCache
+from .capture_mot import prefill
+from .compat_mot import run_decoder
 from .configuration_mot import MoTConfig
 from .geometry_mot import ModelGeometry
-
-PLANS = ("none",)
+from .rows_mot import positions_from_mask
 
 
 @dataclass(frozen=True)
@@ -15,29 +26,155 @@ class ReplayPlan:
 
     Args:
         kind (`str`, *optional*, defaults to `"none"`):
-            `"none"`: every target layer is translated and the target's prefill is skipped.
+            `"none"`: every target layer is translated and the target's prefill is skipped. `"full"` (the paper's
+            replay): the target runs all its layers over the context, and translated keys and values take the place of
+            its own in `window`. That costs as much as a native prefill.
+        window (`tuple[int, int]`, *optional*):
+            First and last target layer (0-based, inclusive) that `"full"` injects. By default all.
     """
 
-    kind: str = "none"
+    kind: Literal["none", "full"] = "none"
+    window: tuple[int, int] | None = None
 
     @classmethod
     def parse(cls, plan: "str | ReplayPlan") -> "ReplayPlan":
-        """Reads a plan from its name. Raises `ValueError` for an unknown one."""
+        """Reads a plan from its name: `"none"`, `"full"` or, with a channel window, `"full:6-11"`. Raises `ValueError`
+        for an unknown one."""
         if isinstance(plan, cls):
             return plan
-        if plan not in PLANS:
-            raise ValueError(f"`replay` must be one of {', '.join(PLANS)}, got {plan!r}.")
-        return cls(plan)
+        found = re.fullmatch(r"none|full(?::(\d+)-(\d+))?", str(plan))
+        if found is None:
+            raise ValueError(
+                f"`replay` must be one of none, full, or full with the layers to inject (full:6-11), got {plan!r}."
+            )
+        window = None if found[1] is None else (int(found[1]), int(found[2]))
+        return cls("none" if found[0] == "none" else "full", window)
+
+    def __str__(self) -> str:
+        return self.kind if self.window is None else f"{self.kind}:{self.window[0]}-{self.window[1]}"
+
+    def layers(self, geometry: ModelGeometry) -> range:
+        """The target layers whose keys and values are translated. Raises `ValueError` for a window out of range."""
+        depth = len(geometry.layers)
+        first, last = (0, depth - 1) if self.window is None else self.window
+        if not 0 <= first <= last < depth:
+            raise ValueError(f"`replay` injects layers {first}-{last}, but the target caches layers 0-{depth - 1}.")
+        return range(first, last + 1)
 
     def flops(self, config: MoTConfig, context_length: int) -> int:
         """FLOPs (2 × MACs) of translator and replay over a context of `context_length` target tokens; the source's
-        own prefill is not counted, and for `none` nothing is replayed."""
-        return 2 * translator_parameters(config) * context_length
+        own prefill is not counted."""
+        translator = 2 * translator_parameters(config) * context_length
+        if self.kind == "none":
+            return translator
+        return translator + native_flops(ModelGeometry.from_dict(config.target["geometry"]), context_length)
 
     def flops_share(self, config: MoTConfig, context_length: int) -> float:
         """`flops` as a share of the target's own prefill."""
         native = native_flops(ModelGeometry.from_dict(config.target["geometry"]), context_length)
         return self.flops(config, context_length) / native
+
+
+def replay(
+    plan: ReplayPlan,
+    key_states: Sequence[torch.Tensor],
+    value_states: Sequence[torch.Tensor],
+    *,
+    target: PreTrainedModel,
+    contract: dict[str, Any],
+    target_ids: torch.Tensor,
+    target_mask: torch.Tensor,
+) -> TranslatedCache:
+    """
+    Fills a [`TranslatedCache`]: the target's positions are put on the translated states, the target's special prefix
+    is computed natively, and whatever else the plan says. Gradients flow to the translated states.
+
+    Args:
+        plan ([`ReplayPlan`]): What the target computes.
+        key_states, value_states (`Sequence[torch.Tensor]`): Position-free translated states per target layer.
+        target (`PreTrainedModel`): The target model; its parameters are not changed.
+        contract (`dict`): The target's contract, `config.target`.
+        target_ids, target_mask (`torch.Tensor`): The target's rows, prefix first.
+    """
+    geometry = ModelGeometry.from_dict(contract["geometry"])
+    injected = plan.layers(geometry)
+    weight = target.get_input_embeddings().weight
+    mask = target_mask.to(weight.device)
+    positions = positions_from_mask(mask)
+    prefix_ids = contract["prefix_ids"]
+    own = mask.bool() & (positions < len(prefix_ids))  # slots that the target computes itself in every plan
+    if plan.kind == "full":
+        cache: DynamicCache = _InjectingCache(
+            {
+                layer_idx: geometry.apply_positions(
+                    layer_idx, key_states[layer_idx], value_states[layer_idx], positions
+                )
+                for layer_idx in injected
+            },
+            keep_own=own,
+        )
+        padded = not bool(mask.all())
+        run_decoder(target, target_ids.to(weight.device), cache, *((mask, positions) if padded else ()))
+        cache.require_all_injected()
+        states = [(layer.keys, layer.values) for layer in cache.layers]
+    else:
+        # The prefix sees nothing before it, so one native row serves all.
+        prefix = prefill(target, torch.tensor([prefix_ids])) if prefix_ids else None
+        states = []
+        for layer_idx in injected:
+            # Under a device map each layer lives where the target put it.
+            native = None if prefix is None else prefix.layers[layer_idx]
+            device = weight.device if native is None else native.keys.device
+            pair = (key_states[layer_idx], value_states[layer_idx])
+            pair = tuple(part.to(device=device, dtype=weight.dtype) for part in pair)
+            pair = geometry.apply_positions(layer_idx, *pair, positions)
+            if native is not None:
+                pair = tuple(
+                    _put_prefix(part, from_prefix, own)
+                    for part, from_prefix in zip(pair, (native.keys, native.values), strict=True)
+                )
+            states.append(pair)
+    keys, values = (
+        [(part * mask[:, None, :, None].to(part)).contiguous() for part in parts]
+        for parts in zip(*states, strict=True)
+    )
+    added = prefix_ids if contract["adds_prefix"] else ()
+    return TranslatedCache(keys, values, mask, added, geometry.sliding, contract)
+
+
+def _put_prefix(states: torch.Tensor, prefix: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """`states` with the rows of `prefix` `[1, kv_heads, prefix, dim]` in each row's slots `own`, its first ones."""
+    slots = own.long().argmax(dim=1, keepdim=True) + torch.arange(prefix.shape[2], device=own.device)
+    index = slots.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+    return states.scatter(2, index, prefix.expand(len(states), -1, -1, -1))
+
+
+class _InjectingCache(DynamicCache):
+    """Full-length layers; in place of what the model computes for an injected layer it stores, and attends to, what
+    was translated (its own states stay where `keep_own` is set)."""
+
+    def __init__(self, injected: dict[int, tuple[torch.Tensor, torch.Tensor]], keep_own: torch.Tensor):
+        super().__init__()
+        self.injected, self.keep_own = injected, keep_own[:, None, :, None]
+        self.done: set[int] = set()
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        if layer_idx in self.injected:
+            keep = self.keep_own.to(key_states.device)
+            keys, values = (part.to(key_states) for part in self.injected[layer_idx])
+            key_states = torch.where(keep, key_states, keys)
+            value_states = torch.where(keep, value_states, values)
+            self.done.add(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def require_all_injected(self) -> None:
+        """Gradient checkpointing in training mode, for one, takes the cache away without a word."""
+        missed = sorted(set(self.injected) - self.done)
+        if missed:
+            raise RuntimeError(
+                f"The target ran without reading the translated states of layers {missed}. Turn gradient "
+                "checkpointing off and put the target in eval mode."
+            )
 
 
 def native_flops(geometry: ModelGeometry, context_length: int) -> int:

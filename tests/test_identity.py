@@ -7,7 +7,7 @@ from transformers import DynamicCache
 
 from hf_mot import MoTModel
 from hf_mot.compat_mot import cache_argument
-from hf_mot.modeling_mot import left_pad
+from hf_mot.rows_mot import left_pad
 
 PROMPT = " the captain wrote a letter"
 TOLERANCE = 1e-4

@@ -14,11 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..alignment_mot import tokenize_with_spans
-from ..capture_mot import positions_from_mask, prefill, source_states
+from ..capture_mot import prefill, source_states
 from ..configuration_mot import MoTConfig
+from ..contract_mot import describe_model
 from ..data import iterate_documents
-from ..geometry_mot import ModelGeometry, describe_model
+from ..geometry_mot import ModelGeometry
 from ..modeling_mot import MoTModel
+from ..rows_mot import positions_from_mask
 from ..versions import versions
 from .solve import LinearMap, choose_layers, choose_ridge, output_sketch, solve
 from .statistics import Moments, Statistics

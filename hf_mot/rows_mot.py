@@ -1,0 +1,49 @@
+"""Rows of unequal length in one tensor. Ids and masks are `[batch, seq]`; rows are left-padded."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def left_pad(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of ids as one left-padded tensor and its mask, `[batch, longest]`."""
+    longest = max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, values in enumerate(rows):
+        ids[row, longest - len(values) :] = torch.tensor(values, dtype=torch.long)
+        mask[row, longest - len(values) :] = 1
+    return ids, mask
+
+
+def unpad(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+    """The ids of each row without pads."""
+    if mask is None:
+        return ids.tolist()
+    return [
+        [token_id for token_id, kept in zip(row, kept_row, strict=True) if kept]
+        for row, kept_row in zip(ids.tolist(), mask.tolist(), strict=True)
+    ]
+
+
+def positions_from_mask(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Position ids of padded rows: 0 at the first real token; pads before it get 0."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def check_rows(ids: torch.Tensor, mask: torch.Tensor | None, argument: str, mask_argument: str) -> None:
+    """Refuses ids that are not `[batch, seq]` integers, and a mask of another shape or with other values than 0 and 1.
+
+    Raises:
+        `ValueError`: names the argument, the rule and what came.
+    """
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        came = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise ValueError(f"`{argument}` must be a tensor of ids [batch, seq], got {came}.")
+    if mask is None:
+        return
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or len(mask) != len(ids):
+        came = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(f"`{mask_argument}` must be a tensor [batch, seq] with {len(ids)} rows, got {came}.")
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError(f"`{mask_argument}` must hold 0 (pad) and 1 (token) alone.")
