@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from hf_mot.cli import model_name
+from hf_mot.cli import check_output_file, model_name
 
 HELP = "answer a prompt about a context that only the source has read"
 
@@ -20,7 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, metavar="X", help="of sampling [the target's own]")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of sampling [0]")
     parser.add_argument("--dtype", default="float32", help="dtype of both models, e.g. bfloat16 [float32]")
+    parser.add_argument("--replay", default="none", metavar="PLAN", help="what the target recomputes [none]")
+    parser.add_argument("--allow-variant", action="store_true", help="accept another adapter or quantization")
     parser.add_argument("--compare", action="store_true", help="also answer natively, and without the context")
+    parser.add_argument("--json", metavar="PATH", help="also write the answers to this file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,12 +35,17 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"`--temperature` must be above 0, got {args.temperature}.")
     if not args.prompt:
         raise ValueError("`--prompt` is empty: the target needs at least one token to continue from.")
+    check_output_file(args.json, "--json")
     context = _read_context(args.context)
 
     import torch
 
+    from hf_mot.evaluation import save_report
     from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
+    from hf_mot.replay_mot import ReplayPlan
+    from hf_mot.versions import versions
 
+    plan = ReplayPlan.parse(args.replay)
     translator = load_translator(args.translator)
     source = source_tokenizer = None
     target_name = model_name(args.target, translator.config.target, "target")
@@ -60,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         target=target,
         source_tokenizer=source_tokenizer,
         target_tokenizer=target_tokenizer,
+        replay=plan,
+        allow_variant=args.allow_variant,
     )
     prompt_ids = target_tokenizer(args.prompt, return_tensors="pt")["input_ids"]
     answers = {"translated": answer(prompt_ids, past_key_values=translated)}
@@ -71,12 +81,18 @@ def run(args: argparse.Namespace) -> int:
         print("\n\n".join(f"[{name}]\n{text}" for name, text in answers.items()))
     else:
         print(answers["translated"])
+    if args.json is not None:
+        save_report({"answers": answers, "replay": str(plan), "seed": args.seed, "versions": versions()}, args.json)
     return 0
 
 
 def _read_context(path: str) -> str:
     try:
         context = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"`--context` {path} cannot be read ({error.strerror}). Pass a text file, or - for standard input."
+        ) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"`--context` {path} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
     if not context.strip():

@@ -70,7 +70,10 @@ def format_description(description: dict[str, Any]) -> str:
         ("cost", f"{share['value']:.3f} of the target's own prefill FLOPs at {share['context_length']:,} tokens"),
     ]
     for label, side in (("source", source), ("target", target)):
-        rows.append((label, f"{side['model_type']}, prefix ids {side['prefix_ids']}, fitted in {side['dtype']}"))
+        variant = " with an adapter" * ("adapter" in side)
+        variant += f" quantized by {side['quantization']}" if "quantization" in side else ""
+        model = f"{side['model_type']}{variant}"
+        rows.append((label, f"{model}, prefix ids {side['prefix_ids']}, fitted in {side['dtype']}"))
         rows += [("", _layers(group)) for group in side["layers"]]
     rows += _fit_rows(description.get("fit_report", {}))
     return "\n".join(f"{label:<18}{text}".rstrip() for label, text in rows)
@@ -82,9 +85,9 @@ def _describe_side(contract: dict[str, Any]) -> dict[str, Any]:
     groups = itertools.groupby(
         contract["geometry"]["layers"], key=lambda layer: {field: layer[field] for field in fields}
     )
-    known = ("id", "revision", "adapter", "model_type", "dtype", "prefix_ids")
+    known = ("id", "revision", "adapter", "quantization", "model_type", "dtype", "prefix_ids")
     return {
-        **{key: contract[key] for key in known if contract[key] is not None},
+        **{key: contract[key] for key in known if contract.get(key) is not None},
         "layers": [{"count": len(list(group)), **geometry} for geometry, group in groups],
     }
 
