@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -70,7 +71,11 @@ def main() -> None:
     even = [round(i * (depth - 1) / (LAYERS - 1)) for i in range(LAYERS)]
     wide_layers = sorted({*itertools.chain(*greedy.values()), *even})
     report = {
-        "command": " ".join(["python", *sys.argv]).replace(str(Path(args.text[0]).parent), "TEXT"),
+        # Files and folders of this machine by their names alone.
+        "command": shlex.join(
+            ["python", "examples/fit_curve.py"]
+            + [os.path.basename(arg) if os.path.exists(arg) or os.path.isabs(arg) else arg for arg in sys.argv[1:]]
+        ),
         "pair": {"source": args.source, "target": args.target},
         "seed": args.seed,
         "n": 0,
@@ -154,6 +159,8 @@ def main() -> None:
             if args.save:
                 translator.save_pretrained(args.save / str(pending[0]))
             pending.pop(0)
+    if wide is not None:  # the text has ended
+        record_wide()
     if pending:
         record(narrow.moments(), greedy[LAYERS], WINDOW, RANK, "tokens")
 
