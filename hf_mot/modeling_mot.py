@@ -92,6 +92,7 @@ class MoTModel(PreTrainedModel):
         else:
             self.translator = ReducedRankTranslator(*translator_widths(config), config.rank)
         self.fit_report: dict[str, Any] | None = None
+        self.add_model_tags(["hf_mot", "kv-cache"])  # by which a pushed translator is found
         self.post_init()
 
     @classmethod

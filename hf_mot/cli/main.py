@@ -8,9 +8,17 @@ import sys
 from collections.abc import Sequence
 
 from hf_mot import __version__
-from hf_mot.cli import demo, evaluate, fit, generate, inspect
+from hf_mot.cli import catalog, demo, evaluate, fit, generate, inspect, push
 
-COMMANDS = {"demo": demo, "fit": fit, "evaluate": evaluate, "generate": generate, "inspect": inspect}
+COMMANDS = {
+    "demo": demo,
+    "fit": fit,
+    "evaluate": evaluate,
+    "generate": generate,
+    "inspect": inspect,
+    "push": push,
+    "list": catalog,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,6 +3,8 @@
 from typing import Any
 
 from hf_mot.configuration_mot import MoTConfig
+from hf_mot.hub.handwriting import compose
+from hf_mot.hub.metadata import METRICS, front_matter, plain_front_matter
 
 ARMS = {
     "native": "the context itself",
@@ -11,11 +13,6 @@ ARMS = {
     "no_source": "a cache made without any source: its own embeddings alone, refitted (control)",
     "wrong_document": "the translated cache of another document (control)",
     "no_context": "nothing",
-}
-METRICS = {
-    "recovery": "what of the context's worth the translation keeps: 1 as if read natively, 0 as if not at all",
-    "content_recovery": "the same, measured from the translation of another document",
-    "source_value": "what the source adds to the target's own token embeddings",
 }
 LICENCES = {
     "demo/smollm2-135m-instruct": "SmolLM2-135M-Instruct is under Apache-2.0",
@@ -51,6 +48,11 @@ from transformers import AutoModel
 mot = AutoModel.from_pretrained("{repo}", trust_remote_code=True)
 ```"""
 
+LIMITS = """\
+- It fits this pair alone. Another model, revision, adapter or tokenizer is refused.
+- A good NLL can hide a loss of exact recall: names, numbers and quotations suffer first. Try your own questions.
+- On text unlike its corpus it does worse; a fit on your own text is the cure."""
+
 
 def render_card(config: MoTConfig, fit_report: dict[str, Any], repo_id: str = ".") -> str:
     """
@@ -63,47 +65,48 @@ def render_card(config: MoTConfig, fit_report: dict[str, Any], repo_id: str = ".
             the translator's own folder.
 
     Returns:
-        `str`: Markdown with a YAML front matter.
+        `str`: Markdown with a YAML front matter, between the markers of `hf_mot.hub.handwriting`.
     """
     source, target = config.source or {}, config.target or {}
+    evaluation = fit_report.get("evaluation", {})
     parts = [
-        _front_matter(source, target),
+        *_opening(source, target, repo_id),
+        *_figures(evaluation),
+        *_cost(evaluation),
+        *_making(config, fit_report),
+        "## Limits",
+        LIMITS,
+        "## Licences",
+        _licences(source, target, fit_report.get("license")),
+    ]
+    return compose(front_matter(config, fit_report, _short_name(source, target, repo_id)), "\n\n".join(parts))
+
+
+def minimal_card(config: MoTConfig, repo_id: str = ".") -> str:
+    """The card of a translator whose fit report cannot be rendered: no figures. Arguments as in [`render_card`]."""
+    source, target = config.source or {}, config.target or {}
+    parts = [*_opening(source, target, repo_id), "## Limits", LIMITS, "## Licences", _licences(source, target, None)]
+    return compose(plain_front_matter(config), "\n\n".join(parts))
+
+
+def _opening(source: dict[str, Any], target: dict[str, Any], repo_id: str) -> list[str]:
+    return [
         f"# {_name(source)} → {_name(target)}",
         f"This translator (made with hf_mot) turns the KV cache of {_name(source)} into one that {_name(target)} "
         "continues from: the target answers about a context that only the source has read.",
         "## Use",
         _snippet(source, target, repo_id),
-        *_figures(fit_report.get("evaluation", {})),
-        *_cost(fit_report.get("evaluation", {})),
-        *_making(config, fit_report),
-        "## Limits",
-        LIMITS,
-        "## Licences",
-        _licences(source, target),
     ]
-    return "\n\n".join(parts) + "\n"
-
-
-LIMITS = """\
-- It fits this pair alone. Another model, revision, adapter or tokenizer is refused.
-- A good NLL can hide a loss of exact recall: names, numbers and quotations suffer first. Try your own questions.
-- On text unlike its corpus it does worse; a fit on your own text is the cure."""
-
-
-def _front_matter(source: dict[str, Any], target: dict[str, Any]) -> str:
-    lines = ["---", "library_name: hf_mot", "license: apache-2.0"]
-    lines += ["tags:", "- mot", "- kv-cache", "- kv-cache-translation"]
-    ids = [side["id"] for side in (source, target) if _on_hub(side)]
-    lines += ["base_model:", *(f"- {model_id}" for model_id in ids)] if ids else []
-    return "\n".join([*lines, "---"])
-
-
-def _on_hub(side: dict[str, Any]) -> bool:
-    return bool(side.get("id")) and not side["id"].startswith("demo/")
 
 
 def _name(side: dict[str, Any]) -> str:
     return side.get("id") or f"a local {side.get('model_type', 'model')}"
+
+
+def _short_name(source: dict[str, Any], target: dict[str, Any], repo_id: str) -> str:
+    if repo_id != ".":
+        return repo_id.split("/")[-1]
+    return "-to-".join(_name(side).split("/")[-1] for side in (source, target))
 
 
 def _snippet(source: dict[str, Any], target: dict[str, Any], repo_id: str) -> str:
@@ -188,9 +191,11 @@ def _making(config: MoTConfig, report: dict[str, Any]) -> list[str]:
     return ["## How it was made", "\n".join(lines)]
 
 
-def _licences(source: dict[str, Any], target: dict[str, Any]) -> str:
+def _licences(source: dict[str, Any], target: dict[str, Any], own: str | None) -> str:
+    weights = f", its weights under {own}" if own else ""
     models = [LICENCES.get(side.get("id"), f"for {_name(side)} see the model's own card") for side in (source, target)]
     return (
-        "The translator is under Apache-2.0. It holds no weights of either model, but was fitted on states of both, "
-        f"and their licences stay in force: {'; '.join(models)}."
+        f"The code that comes with the translator is under Apache-2.0{weights}. The weights hold none of either "
+        "model, but were fitted on states of both, whose licences stay in force: "
+        f"{'; '.join(models)}."
     )

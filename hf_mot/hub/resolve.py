@@ -12,6 +12,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -84,16 +85,25 @@ def load_translator(name: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
 
     Args:
         name (`str` or `os.PathLike`): A Hub id, or the directory that a fit wrote.
-        kwargs: Passed to `AutoModel.from_pretrained`, e.g. `revision`, or `subfolder="no_source"` for the twin.
+        kwargs: Passed to `AutoModel.from_pretrained`, e.g. `revision`, `token`, or `subfolder="no_source"` for the
+            twin. Offline (`HF_HUB_OFFLINE=1`) what was loaded once comes from the local cache.
 
     Returns:
         `PreTrainedModel`: A [`MoTModel`], with its `fit_report`.
 
     Raises:
         FileNotFoundError: If `name` is a path at which there is nothing.
-        OSError: If the Hub has no such translator, or is not reached.
+        OSError: If the Hub has no such translator or revision, or is not reached.
         ValueError: If there is no translator, or its weights are damaged.
     """
+    load_translator_config(name, **kwargs)
+    if _is_path(name):
+        name = Path(name).expanduser().absolute()
+    return _load(AutoModel, name, name, **kwargs).eval()
+
+
+def load_translator_config(name: str | os.PathLike, **kwargs: Any) -> PreTrainedConfig:
+    """A translator's [`MoTConfig`] alone. Arguments and errors as in [`load_translator`]."""
     if _is_path(name):
         name = Path(name).expanduser().absolute()
         path = name / kwargs.get("subfolder", "")
@@ -109,7 +119,7 @@ def load_translator(name: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
             f"{name} holds a model of type {config.model_type}, not a translator (mot). Give a translator's directory "
             "or Hub id; models are given as `source` and `target`."
         )
-    return _load(AutoModel, name, name, **kwargs).eval()
+    return config
 
 
 def _locate(name: str | os.PathLike) -> tuple[str, Path | None]:
@@ -160,8 +170,8 @@ def _load(auto_class: type, name: str | os.PathLike, path: str | os.PathLike, **
         way_out = "Check the directory."
         if not os.path.exists(path):
             way_out = (
-                "Check the id (owner/name), the network and, for a private or gated repository, `hf auth login`; or "
-                "give a local directory."
+                "Check the id (owner/name), the network, the revision if one was given and, for a private or gated "
+                "repository, `hf auth login`; or give a local directory."
             )
         raise OSError(f"{name} cannot be loaded: {said} {way_out}") from error
     except SafetensorError as error:
