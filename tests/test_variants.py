@@ -1,9 +1,10 @@
 """Adapters, quantization, dtypes and device maps of the two models."""
 
+import peft
 import pytest
 import torch
 from conftest import make_documents, make_model, make_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from hf_mot import MoTModel
 from hf_mot.compat_mot import cache_argument
@@ -27,7 +28,6 @@ def with_model(model, tokenizer):
 
 
 def with_lora(model, seed=1):
-    peft = pytest.importorskip("peft")
     torch.manual_seed(seed)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
     return peft.get_peft_model(model, config).eval()
@@ -94,7 +94,6 @@ def test_merged_adapter_is_another_model_even_when_told():
 
 
 def test_prompt_learning_adapter_is_refused():
-    peft = pytest.importorskip("peft")
     own = make_own()
     model = peft.get_peft_model(own["target"], peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with pytest.raises(ValueError, match="carries a prompt-learning adapter, whose virtual tokens"):
@@ -121,15 +120,12 @@ def test_half_precision_is_native_within_its_rounding(tmp_path, family, dtype):
 
 
 def test_quantized_source_and_target(tmp_path):
-    torchao = pytest.importorskip("torchao")
-    from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import TorchAoConfig
-
-    assert torchao
+    # Not among the development dependencies: importing it warns about libraries for GPUs in every process.
+    quantization = pytest.importorskip("torchao.quantization")
     own = make_own()
     own["target"].save_pretrained(tmp_path)
     quantized = AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()), device_map="cpu"
+        tmp_path, quantization_config=TorchAoConfig(quantization.Int8WeightOnlyConfig()), device_map="cpu"
     )
     mine = with_model(quantized, own["target_tokenizer"])
     mot = MoTModel.identity(quantized, own["target_tokenizer"])
