@@ -1,11 +1,16 @@
 """Tiny random models and tokenizers: CPU, offline, seconds. Weights are large, so that context matters."""
 
+import copy
+import functools
 import logging
 import random
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from hypothesis import configuration, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     Gemma3ForCausalLM,
@@ -17,6 +22,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from hf_mot import MoTConfig, MoTModel
+from hf_mot.contract_mot import describe_model
+
+configuration.set_hypothesis_home_dir(Path(__file__).parent.parent / ".pytest_cache" / "hypothesis")
+settings.register_profile("ci", max_examples=60, derandomize=True, deadline=None, database=None)
+settings.register_profile("long", max_examples=10_000, deadline=None, database=None, print_blob=True)
+settings.load_profile("ci")  # another one by `pytest --hypothesis-profile=long`
+
 WORDS = (
     "river stone lantern village winter market engine silver garden mountain letter captain bridge café 你好 🙂"
 ).split()
@@ -27,13 +40,13 @@ def make_documents(count: int, words: int = 60, seed: int = 0) -> list[str]:
     return [" ".join(draw.choices(WORDS, k=words)) for _ in range(count)]
 
 
-def make_tokenizer(merges: int = 0, bos: str = "<bos>", adds_bos: bool = True) -> PreTrainedTokenizerFast:
+def make_tokenizer(merges: int = 0, bos: str | None = "<bos>", adds_bos: bool = True) -> PreTrainedTokenizerFast:
     """Byte-level BPE with `merges` merges; with `adds_bos` it puts its BOS in front, as Gemma's does."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = [bos, "<eos>", "<pad>"]
+    special = [token for token in (bos, "<eos>", "<pad>") if token]
     trainer = trainers.BpeTrainer(
         vocab_size=len(alphabet) + len(special) + merges,
         special_tokens=special,
@@ -41,7 +54,7 @@ def make_tokenizer(merges: int = 0, bos: str = "<bos>", adds_bos: bool = True) -
         show_progress=False,
     )
     tokenizer.train_from_iterator(make_documents(8), trainer)
-    if adds_bos:
+    if bos and adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )
@@ -108,6 +121,48 @@ FAMILIES = {"llama": make_llama, "gemma3": make_gemma3, "gpt2": make_gpt2}
 def make_model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int = 0):
     torch.manual_seed(seed)
     return FAMILIES[family](len(tokenizer))
+
+
+def make_pair(source: str = "llama", target: str = "gemma3") -> dict:
+    """A source and a target with different tokenizers, as keyword arguments of `handoff`."""
+    source_tokenizer, target_tokenizer = make_tokenizer(), make_tokenizer(merges=40)
+    return {
+        "source": make_model(source, source_tokenizer),
+        "target": make_model(target, target_tokenizer, seed=1),
+        "source_tokenizer": source_tokenizer,
+        "target_tokenizer": target_tokenizer,
+    }
+
+
+def save_pair(pair: dict, folder: Path) -> None:
+    """Writes models and tokenizers to `folder/source` and `folder/target`."""
+    for side in ("source", "target"):
+        pair[side].save_pretrained(folder / side)
+        pair[f"{side}_tokenizer"].save_pretrained(folder / side)
+
+
+def make_translator(pair: dict, source_layers=(0, 2), rank: int | None = 8, embedding_window: int = 2) -> MoTModel:
+    """A translator for a pair, with random weights."""
+    contracts = {side: describe_model(pair[side], pair[f"{side}_tokenizer"]) for side in ("source", "target")}
+    mot = MoTModel(
+        MoTConfig(**contracts, source_layers=list(source_layers), rank=rank, embedding_window=embedding_window)
+    )
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for weight in mot.parameters():
+            weight.normal_(0, 0.3)
+    return mot.eval()
+
+
+def changed(values: dict, path: Sequence, value) -> dict:
+    """A copy of nested dicts and lists with another value at a path; without what is there if the value is `...`."""
+    values = copy.deepcopy(values)
+    holder = functools.reduce(lambda part, key: part[key], path[:-1], values)
+    if value is ...:
+        del holder[path[-1]]
+    else:
+        holder[path[-1]] = value
+    return values
 
 
 @pytest.fixture(autouse=True)

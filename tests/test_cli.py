@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_documents, make_model, make_tokenizer
+from conftest import make_documents, make_pair, save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -24,18 +24,13 @@ CONTEXT = make_documents(1, words=30, seed=2)[0]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Two tiny models (`source`, `target`), text to fit on (`train.txt`) and to measure on (`valid.txt`)."""
-    folder = tmp_path_factory.mktemp("cli")
-    source_tokenizer, target_tokenizer = make_tokenizer(), make_tokenizer(merges=40)
-    source, target = make_model("llama", source_tokenizer), make_model("gemma3", target_tokenizer)
-    # Tied, a random model would repeat its last token; and pieces of characters, which all look alike, are unlikely.
-    target.config.tie_word_embeddings = False
-    head = torch.randn_like(target.lm_head.weight)
-    head[[index for index in range(len(head)) if not target_tokenizer.decode([index]).isprintable()]] = 0
-    head[[index for index in range(len(head)) if "\ufffd" in target_tokenizer.decode([index])]] = 0
-    target.lm_head.weight = torch.nn.Parameter(head)
-    for name, model, tokenizer in (("source", source, source_tokenizer), ("target", target, target_tokenizer)):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    folder, pair = tmp_path_factory.mktemp("cli"), make_pair()
+    # Answers of words: bytes that are no text and pieces of characters, which all look alike, are unlikely.
+    decoded = map(pair["target_tokenizer"].decode, range(len(pair["target_tokenizer"])))
+    unlikely = [index for index, text in enumerate(decoded) if not text.isprintable() or "\ufffd" in text]
+    with torch.no_grad():
+        pair["target"].lm_head.weight.normal_()[unlikely] = 0
+    save_pair(pair, folder)
     (folder / "train.txt").write_text("\n".join(make_documents(50)), encoding="utf-8")
     (folder / "valid.txt").write_text("\n".join(make_documents(6, seed=1)), encoding="utf-8")
     return folder

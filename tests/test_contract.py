@@ -4,35 +4,20 @@ import copy
 
 import pytest
 import torch
-from conftest import make_documents, make_llama, make_model, make_tokenizer
+from conftest import make_documents, make_llama, make_pair, make_tokenizer, make_translator
 from transformers import DynamicCache
 
 from hf_mot import MoTConfig, MoTModel
 from hf_mot.compat_mot import cache_argument
-from hf_mot.geometry_mot import check_model, check_tokenizer, describe_model
+from hf_mot.contract_mot import check_model, check_tokenizer, describe_model
 
 TEXT = make_documents(1, 5)[0]
 
 
 @pytest.fixture(scope="module")
 def pair():
-    source_tokenizer, target_tokenizer = make_tokenizer(), make_tokenizer(merges=40)
-    source, target = make_model("llama", source_tokenizer), make_model("gemma3", target_tokenizer, seed=1)
-    config = MoTConfig(
-        source=describe_model(source, source_tokenizer),
-        target=describe_model(target, target_tokenizer),
-        source_layers=[0, 2],
-        rank=8,
-        embedding_window=2,
-    )
-    torch.manual_seed(3)
-    return {
-        "mot": MoTModel(config).eval(),
-        "source": source,
-        "target": target,
-        "source_tokenizer": source_tokenizer,
-        "target_tokenizer": target_tokenizer,
-    }
+    pair = make_pair()
+    return {**pair, "mot": make_translator(pair)}
 
 
 def handoff(pair, text=TEXT, **changes):
@@ -107,13 +92,6 @@ def test_changed_rope_is_refused(pair):
     other.load_state_dict(pair["source"].state_dict())
     with pytest.raises(ValueError, match="`source` has another cache geometry .*`rotary`"):
         handoff(pair, source=other)
-
-
-def test_adapter_is_refused(pair):
-    target = copy.deepcopy(pair["target"])
-    target.peft_config = {"default": object()}
-    with pytest.raises(ValueError, match="`target` does not match .*`adapter` is 'default', expected None"):
-        handoff(pair, target=target)
 
 
 def reload(model, folder, dtype):
@@ -213,8 +191,8 @@ def test_cache_without_the_prefix_is_translated_with_a_warning(pair, caplog):
 
 def test_unknown_plan_method_and_field_are_refused(pair):
     cache, ids = ready(pair)
-    with pytest.raises(ValueError, match="`replay` must be one of none, got 'full'"):
-        translate(pair, cache, ids, replay="full")
+    with pytest.raises(ValueError, match="`replay` must be one of none, full, .* got .half."):
+        translate(pair, cache, ids, replay="half")
     with pytest.raises(ValueError, match="`method` must be one of reduced_rank, identity, got 'magic'"):
         MoTConfig(method="magic")
     with pytest.raises(ValueError, match="`routers` is not a field of MoTConfig"):

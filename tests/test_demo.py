@@ -1,11 +1,7 @@
 import json
-import random
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from conftest import make_documents, make_model, make_tokenizer
 
 from hf_mot.cli import demo
 from hf_mot.cli.main import main
@@ -15,32 +11,13 @@ from hf_mot.hub import packaged, resolve
 @pytest.fixture
 def tiny_demo(tmp_path, monkeypatch):
     """The demo with tiny random models and a made-up corpus in place of the packaged ones."""
-    vocab = {char: index for index, char in enumerate([*bytes_to_unicode().values(), "<s>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
-    sizes = {
-        "vocab_size": 257,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "max_position_embeddings": 4096,
-        "bos_token_id": 256,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    torch.manual_seed(0)
-    pair = {
-        demo.SOURCE: LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **sizes)),
-        demo.TARGET: Gemma3ForCausalLM(Gemma3TextConfig(num_hidden_layers=2, sliding_window=64, **sizes)),
-    }
-    for name, model in pair.items():
+    tokenizer = make_tokenizer(adds_bos=False)
+    for name, family in ((demo.SOURCE, "llama"), (demo.TARGET, "gemma3")):
+        model = make_model(family, tokenizer)
+        model.config.max_position_embeddings = 4096  # to this tokenizer each byte of the passage is a token
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-    words = ["river", "bridge", "storm", "market", "ferry", "town", "a", "of", "the"]
-    corpus = [" ".join(random.Random(seed).choices(words, k=60)) for seed in range(20)]
+    corpus = make_documents(20)
     monkeypatch.setenv("HF_MOT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(resolve, "packaged_model", lambda name: tmp_path / name)
     monkeypatch.setattr(packaged, "packaged_corpus", lambda: corpus)

@@ -1,115 +1,26 @@
 import argparse
 import json
-import random
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from conftest import make_documents, make_model, make_pair, make_tokenizer, make_translator, save_pair
 
-from hf_mot import MoTConfig, MoTModel
+from hf_mot import MoTModel
 from hf_mot.evaluation import evaluate, runner, save_report
 from hf_mot.evaluation.windows import check_context_length, cut_windows
-from hf_mot.geometry_mot import describe_model
 
 CONTEXT = 24
-WORDS = "the river café naïve 北京 rose over stone bridges, and nobody ☕ saw it; then\n\nrain fell 123".split(" ")
-
-
-def make_documents(count):
-    draw = random.Random(0)
-    return [" ".join(draw.choices(WORDS, k=60)) for _ in range(count)]
-
-
-def byte_tokenizer(merges=0, bos=True):
-    """Byte-level BPE with up to `merges` merges; with `bos`, it puts `<bos>` in front as Gemma's does."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<bos>"] if bos else []
-    trainer = trainers.BpeTrainer(
-        vocab_size=len(alphabet) + len(special) + merges,
-        special_tokens=special,
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(make_documents(4), trainer)
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<bos> $A", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))]
-        )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>" if bos else None)
-
-
-def make_llama(vocab_size):
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,  # so large that context matters
-        max_position_embeddings=512,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def make_gemma(vocab_size):
-    config = Gemma3TextConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        sliding_window=16,  # shorter than the context
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-        initializer_range=0.3,
-        max_position_embeddings=512,
-    )
-    return Gemma3ForCausalLM(config).eval()
-
-
-def make_translator(source, source_tokenizer, target, target_tokenizer, source_layers):
-    config = MoTConfig(
-        source=describe_model(source, source_tokenizer),
-        target=describe_model(target, target_tokenizer),
-        source_layers=source_layers,
-        rank=12,
-        embedding_window=2,
-    )
-    translator = MoTModel(config).eval()
-    with torch.no_grad():
-        for parameter in translator.parameters():
-            parameter.normal_(0, 0.2)
-    return translator
+DOCUMENTS = make_documents(8, seed=1)  # none of their contexts is cut within a character
 
 
 @pytest.fixture(scope="module")
 def pair():
     """Arguments of `evaluate` for a tiny Llama → Gemma-3 pair with different tokenizers."""
-    torch.manual_seed(0)
-    source_tokenizer, target_tokenizer = byte_tokenizer(), byte_tokenizer(merges=40)
-    source, target = make_llama(len(source_tokenizer)), make_gemma(len(target_tokenizer))
-    both = (source, source_tokenizer, target, target_tokenizer)
+    pair = make_pair()
     return {
-        "translator": make_translator(*both, source_layers=[0, 2]),
-        "no_source": make_translator(*both, source_layers=[]),
-        "source": source,
-        "source_tokenizer": source_tokenizer,
-        "target": target,
-        "target_tokenizer": target_tokenizer,
+        **pair,
+        "translator": make_translator(pair, rank=12),
+        "no_source": make_translator(pair, source_layers=[], rank=12),
         "context_length": CONTEXT,
         "cost": False,
         "progress": False,
@@ -136,7 +47,7 @@ def windows_of(pair, documents, **kwargs):
 
 
 def test_window_is_bos_and_the_start_of_the_document(pair):
-    documents, tokenizer = make_documents(3), pair["target_tokenizer"]
+    documents, tokenizer = DOCUMENTS[:3], pair["target_tokenizer"]
     for window in windows_of(pair, documents):
         ids = tokenizer(documents[window.document], add_special_tokens=False)["input_ids"]
         assert window.context_ids == [tokenizer.bos_token_id, *ids[: CONTEXT - 1]]
@@ -146,30 +57,29 @@ def test_window_is_bos_and_the_start_of_the_document(pair):
 
 
 def test_order_is_seeded_and_limit_cuts_it(pair):
-    documents = make_documents(8)
-    order = [window.document for window in windows_of(pair, documents, seed=3)]
+    order = [window.document for window in windows_of(pair, DOCUMENTS, seed=3)]
     assert sorted(order) == list(range(8))
-    assert [window.document for window in windows_of(pair, documents, seed=3, limit=5)] == order[:5]
-    assert [window.document for window in windows_of(pair, documents, seed=4)] != order
+    assert [window.document for window in windows_of(pair, DOCUMENTS, seed=3, limit=5)] == order[:5]
+    assert [window.document for window in windows_of(pair, DOCUMENTS, seed=4)] != order
 
 
 def test_short_documents_and_split_characters_are_counted():
     # Without merges a token is a byte, and the context of 8 is BOS and 7 bytes: half of the fourth "é".
     documents = ["a" * 80, "a" * 71, "short", "", "é" * 60]
-    found = cut_windows(documents, byte_tokenizer(), prefix_ids=[0], context_length=8)
+    found = cut_windows(documents, make_tokenizer(), prefix_ids=[0], context_length=8)
     assert [window.document for window in found.windows] == [0]
     assert (found.too_short, found.split_character) == (3, 1)
 
 
 def test_special_token_spelled_out_in_a_document_stays_text(pair):
-    document = "a <bos> b " + make_documents(1)[0]
+    document = "a <bos> b " + DOCUMENTS[0]
     (window,) = windows_of(pair, [document])
     assert window.text.startswith("a <bos> b ")
     assert window.context_ids.count(pair["target_tokenizer"].bos_token_id) == 1
 
 
 def test_exactly_long_enough_is_long_enough():
-    found = cut_windows(["a" * (7 + 65)], byte_tokenizer(), prefix_ids=[0], context_length=8)
+    found = cut_windows(["a" * (7 + 65)], make_tokenizer(), prefix_ids=[0], context_length=8)
     assert len(found) == 1
 
 
@@ -182,11 +92,11 @@ def test_context_that_is_no_sensible_integer_is_refused(context_length):
 def test_context_past_the_targets_positions_is_refused(pair):
     check_context_length(512 - 65, 512)
     with pytest.raises(ValueError, match="512 positions for the continuation, got 448. Use at most 447"):
-        evaluate(documents=make_documents(2), **{**pair, "context_length": 448})
+        evaluate(documents=DOCUMENTS[:2], **{**pair, "context_length": 448})
 
 
 def test_native_and_no_context_equal_a_plain_forward(pair):
-    documents = make_documents(3)
+    documents = DOCUMENTS[:3]
     report = evaluate(documents=documents, arms=["native", "no_context"], **pair)
     native, no_context = columns(report, "native", "no_context")
     for row, window in enumerate(windows_of(pair, documents)):
@@ -198,13 +108,9 @@ def test_native_and_no_context_equal_a_plain_forward(pair):
 
 
 def test_target_without_bos_starts_from_an_empty_cache():
-    torch.manual_seed(0)
-    tokenizer = byte_tokenizer(bos=False)
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, initializer_range=0.3, bos_token_id=None
-    )
-    target = GPT2LMHeadModel(config).eval()
-    documents = make_documents(2)
+    tokenizer = make_tokenizer(bos=None)
+    target = make_model("gpt2", tokenizer)
+    documents = DOCUMENTS[:2]
     report = evaluate(
         MoTModel.identity(target, tokenizer).eval(),
         documents,
@@ -227,14 +133,14 @@ def test_target_without_bos_starts_from_an_empty_cache():
 
 
 def test_identity_equals_native_while_no_context_differs(pair):
-    report = evaluate(documents=make_documents(3), arms=["native", "no_context", "identity"], **pair)
+    report = evaluate(documents=DOCUMENTS[:3], arms=["native", "no_context", "identity"], **pair)
     native, no_context, identity = columns(report, "native", "no_context", "identity")
     torch.testing.assert_close(identity, native, atol=1e-4, rtol=0)
     assert (no_context - native).abs().min() > 1e-3
 
 
 def test_wrong_document_is_the_next_one_in_the_seeded_order(pair):
-    documents = make_documents(4)
+    documents = DOCUMENTS[:4]
     report = evaluate(documents=documents, arms=["translated", "wrong_document"], seed=5, **pair)
     windows = windows_of(pair, documents, seed=5)
     wrong, native_wrong, translated = columns(report, "wrong_document", "native_wrong_document", "translated")
@@ -257,7 +163,7 @@ def test_wrong_document_is_the_next_one_in_the_seeded_order(pair):
 
 
 def test_batch_size_changes_nothing(pair):
-    documents = make_documents(5)
+    documents = DOCUMENTS[:5]
     one = evaluate(documents=documents, batch_size=1, **pair)
     four = evaluate(documents=documents, batch_size=4, **pair)
     arms = one["arms"]
@@ -266,7 +172,7 @@ def test_batch_size_changes_nothing(pair):
 
 
 def test_report_follows_the_contract(pair, tmp_path):
-    documents = [*make_documents(3), "too short"]
+    documents = [*DOCUMENTS[:3], "too short"]
     report = evaluate(documents=documents, **{**pair, "cost": True, "cost_context_length": 40})
     assert report["pair"] == {"source": "llama", "target": "gemma3_text"}
     assert report["translator"]["method"] == "reduced_rank"
@@ -297,20 +203,20 @@ def test_metrics_are_taken_from_the_arms(pair, monkeypatch):
         return {arm: means[arm] + spread for arm in arms}
 
     monkeypatch.setattr(runner, "_measure", measured)
-    report = evaluate(documents=make_documents(6), **pair)
+    report = evaluate(documents=DOCUMENTS[:6], **pair)
     assert report["recovery"]["value"] == pytest.approx(1.5 / 2)
     assert report["content_recovery"]["value"] == pytest.approx(2.5 / 4)
     assert report["source_value"]["value"] == pytest.approx(0.5 / 1)
     assert report["arms"]["no_source"]["recovery"]["value"] == pytest.approx(1 / 2)
     assert "recovery" not in report["arms"]["native"] and "notes" not in report
     means["no_context"] = 1.9  # context hurts: nothing to recover
-    report = evaluate(documents=make_documents(6), **pair)
+    report = evaluate(documents=DOCUMENTS[:6], **pair)
     assert "recovery" not in report and "recovery" not in report["arms"]["identity"]
     assert len(report["notes"]) == 1 and "not clearly positive over 6 documents" in report["notes"][0]
 
 
 def test_only_the_arms_asked_for_are_run(pair):
-    report = evaluate(documents=make_documents(2), arms=["native", "native"], **pair)
+    report = evaluate(documents=DOCUMENTS[:2], arms=["native", "native"], **pair)
     assert list(report["arms"]) == ["native"]
     assert not {"recovery", "content_recovery", "source_value", "cost", "notes"} & set(report)
 
@@ -332,7 +238,7 @@ def test_only_the_arms_asked_for_are_run(pair):
 )
 def test_bad_arguments_are_named(pair, change, message):
     with pytest.raises(ValueError, match=message):
-        evaluate(**{"documents": make_documents(2), **pair, **change})
+        evaluate(**{"documents": DOCUMENTS[:2], **pair, **change})
 
 
 def test_one_string_is_not_taken_for_documents(pair):
@@ -341,17 +247,17 @@ def test_one_string_is_not_taken_for_documents(pair):
 
 
 def test_model_in_training_mode_is_refused(pair):
-    target = make_gemma(len(pair["target_tokenizer"])).train()
+    target = make_model("gemma3", pair["target_tokenizer"]).train()
     with pytest.raises(ValueError, match=r"`target` is in training mode.*target.eval\(\)"):
-        evaluate(documents=make_documents(2), **{**pair, "target": target})
+        evaluate(documents=DOCUMENTS[:2], **{**pair, "target": target})
 
 
 def test_nll_that_is_not_finite_names_arm_and_document(pair):
-    translator = make_translator(*(pair[k] for k in ("source", "source_tokenizer", "target", "target_tokenizer")), [0])
+    translator = make_translator(pair, source_layers=[0])
     with torch.no_grad():
         translator.translator.bias.fill_(float("nan"))
     with pytest.raises(ValueError, match="The arm translated gave an NLL of nan for document"):
-        evaluate(documents=make_documents(2), **{**pair, "translator": translator, "arms": ["translated"]})
+        evaluate(documents=DOCUMENTS[:2], **{**pair, "translator": translator, "arms": ["translated"]})
 
 
 def test_report_with_nan_leaves_no_file(tmp_path):
@@ -364,12 +270,10 @@ def test_report_with_nan_leaves_no_file(tmp_path):
 def folder(pair, tmp_path_factory):
     """A pair, its translator with twin and a text file on disk."""
     folder = tmp_path_factory.mktemp("command")
-    for side in ("source", "target"):
-        pair[side].save_pretrained(folder / side)
-        pair[f"{side}_tokenizer"].save_pretrained(folder / side)
+    save_pair(pair, folder)
     pair["translator"].save_pretrained(folder / "mot")
     pair["no_source"].save_pretrained(folder / "mot" / "no_source")
-    (folder / "text.txt").write_text("\n<|endoftext|>\n".join(make_documents(3)), encoding="utf-8")
+    (folder / "text.txt").write_text("\n<|endoftext|>\n".join(DOCUMENTS[:3]), encoding="utf-8")
     return folder
 
 

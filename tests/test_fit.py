@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import make_documents, make_model, make_tokenizer
+from conftest import make_documents, make_pair, make_tokenizer
 
 from hf_mot.fit import fit, save_fit
 from hf_mot.fit.solve import choose_layers, choose_ridge, solve
@@ -110,13 +110,7 @@ def test_windows_mix_lengths_and_keep_to_the_budget():
 
 @pytest.fixture(scope="module")
 def pair():
-    source_tokenizer, target_tokenizer = make_tokenizer(), make_tokenizer(merges=40)
-    return {
-        "source": make_model("llama", source_tokenizer),
-        "target": make_model("gemma3", target_tokenizer, seed=1),
-        "source_tokenizer": source_tokenizer,
-        "target_tokenizer": target_tokenizer,
-    }
+    return make_pair()
 
 
 OPTIONS = {

@@ -6,12 +6,11 @@ import sys
 
 import pytest
 import torch
-from conftest import make_documents, make_model, make_tokenizer
+from conftest import make_documents, make_pair, make_translator, save_pair
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
-from hf_mot import MoTConfig, MoTModel
-from hf_mot.geometry_mot import describe_model
+from hf_mot import MoTModel
 
 REMOTE = """
 import sys
@@ -35,25 +34,12 @@ mot.save_pretrained(f"{folder}/again")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A saved tiny pair, its tokenizers and a translator with random weights."""
-    folder = tmp_path_factory.mktemp("pair")
-    tokenizers = {"source": make_tokenizer(), "target": make_tokenizer(merges=40)}
-    models = {
-        "source": make_model("llama", tokenizers["source"]),
-        "target": make_model("gemma3", tokenizers["target"], seed=1),
-    }
-    for name, model in models.items():
-        model.save_pretrained(folder / name)
-        tokenizers[name].save_pretrained(folder / name)
-    contracts = {name: describe_model(model, tokenizers[name]) for name, model in models.items()}
-    torch.manual_seed(2)
-    mot = MoTModel(MoTConfig(**contracts, source_layers=[0, 2], rank=8, embedding_window=3)).eval()
-    with torch.no_grad():
-        for weight in mot.parameters():
-            weight.normal_(0, 0.3)
+    folder, pair = tmp_path_factory.mktemp("pair"), make_pair()
+    save_pair(pair, folder)
+    mot = make_translator(pair, embedding_window=3)
     mot.fit_report = {"method": "reduced_rank", "tokens": 7}
     mot.save_pretrained(folder / "mot")
-    arguments = {**models, **{f"{name}_tokenizer": tokenizer for name, tokenizer in tokenizers.items()}}
-    return folder, mot, arguments
+    return folder, mot, pair
 
 
 def keys_of(mot, arguments, text="river stone"):
