@@ -7,7 +7,8 @@ import pytest
 from conftest import make_documents
 from evaluation_pair import make_examples, make_pair, write_examples
 
-from hf_mot.cli.evaluate import _check_corpus, add_arguments, run
+from hf_mot.cli.evaluate import add_arguments, run
+from hf_mot.cli.rivals import check_corpus
 from hf_mot.evaluation import arms
 from hf_mot.evaluation import report as report_module
 from hf_mot.evaluation.report import plain_words, render_markdown, render_page, table, write_report
@@ -237,4 +238,4 @@ def test_text_that_is_not_the_fits_own_is_refused(folder, tmp_path):
         fit_report = {"corpus": [{"name": "train.txt", "sha256": "0" * 64}]}
 
     with pytest.raises(ValueError, match="missing: train.txt; not of it: fit.txt"):
-        _check_corpus(Translator, [str(folder / "fit.txt")])
+        check_corpus(Translator, [str(folder / "fit.txt")])

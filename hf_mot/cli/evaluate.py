@@ -6,9 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from hf_mot.cli import check_output_file, command_line, model_name
+from hf_mot.cli.rivals import (
+    RIDGE_FILE,
+    check_corpus,
+    has_twin,
+    load_twin,
+    make_baselines,
+    must_refit,
+    refit_twin,
+)
 
 HELP = "measure a translator: recovery, tasks, controls and cost"
-RIDGE_FILE = os.path.join("baselines", "ridge.safetensors")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
     }
     arms = check_settings(translator, tasks=tasks, **settings)
     if args.fit_text:
-        _check_corpus(translator, args.fit_text)
-    no_source = _load_twin(args.translator) if "no_source" in arms and not _must_refit(args) else None
+        check_corpus(translator, args.fit_text)
+    no_source = load_twin(args.translator) if "no_source" in arms and not must_refit(args) else None
     source_name = None
     if translator.config.source_layers:
         source_name = model_name(args.source, translator.config.source, "source")
@@ -104,14 +112,14 @@ def run(args: argparse.Namespace) -> int:
         return read_documents(args.fit_text, lines=args.lines)
 
     if "no_source" in arms and no_source is None:
-        no_source = _refit_twin(args.translator, translator, corpus(), pair)
+        no_source = refit_twin(args.translator, translator, corpus(), pair)
     results = _results_file(args)
     report = evaluate(
         translator,
         documents,
         **pair,
         no_source=no_source,
-        baselines=_baselines(args, arms, translator, corpus, pair),
+        baselines=make_baselines(args, arms, translator, corpus, pair),
         tasks=tasks,
         seed=args.seed,
         prompt_style=args.prompt_style,
@@ -157,7 +165,7 @@ def _all_arms(args: argparse.Namespace, translator: Any) -> list[str]:
         absent |= {arm for arm in ARMS if ARMS[arm].needs in ("source", "raw_copy", "ridge")}
     if not args.fit_text:
         absent |= {"ridge"} if not os.path.isfile(os.path.join(args.translator, RIDGE_FILE)) else set()
-        absent |= {"no_source"} if not _has_twin(args.translator) else set()
+        absent |= {"no_source"} if not has_twin(args.translator) else set()
     return [arm for arm in ARMS if arm not in absent and arm != "native_wrong_document"]
 
 
@@ -166,88 +174,6 @@ def _results_file(args: argparse.Namespace) -> Path | None:
         Path(args.report).mkdir(parents=True, exist_ok=True)
         return Path(args.report) / "examples.jsonl"
     return None if args.json is None else Path(args.json).with_suffix(".examples.jsonl")
-
-
-def _check_corpus(translator: Any, files: list[str]) -> None:
-    """`--fit-text` must be the text that the fit report names: else overlap and rivals would be of another."""
-    from hf_mot.cli.fit import describe_file
-
-    fitted = (translator.fit_report or {}).get("corpus", [])
-    expected = {entry["sha256"]: entry["name"] for entry in fitted if "sha256" in entry}
-    given = {describe_file(path)["sha256"]: path for path in files}
-    if expected and expected.keys() != given.keys():
-        missing = [name for digest, name in expected.items() if digest not in given]
-        other = [os.path.basename(path) for digest, path in given.items() if digest not in expected]
-        raise ValueError(
-            "`--fit-text` must be what the translator was fitted on"
-            + (f"; missing: {', '.join(missing)}" if missing else "")
-            + (f"; not of it: {', '.join(other)}" if other else "")
-            + "."
-        )
-
-
-def _has_twin(name: str) -> bool:
-    return not os.path.isdir(name) or os.path.isdir(os.path.join(name, "no_source"))
-
-
-def _must_refit(args: argparse.Namespace) -> bool:
-    return bool(args.fit_text) and not _has_twin(args.translator)
-
-
-def _load_twin(name: str):
-    """The translator's twin without source, which a fit saves beside it."""
-    from hf_mot.hub.resolve import load_translator
-
-    way_out = "Fit again (hf-mot fit writes it), give --fit-text, or choose --arms without no_source."
-    missing = f"`--arms` holds no_source, but there is no twin in {name}/no_source. {way_out}"
-    if not _has_twin(name):
-        raise ValueError(missing)
-    if os.path.isdir(name):
-        return load_translator(os.path.join(name, "no_source"))
-    try:
-        return load_translator(name, subfolder="no_source")
-    except OSError as error:
-        raise ValueError(missing) from error
-
-
-def _refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):
-    """The same method at the same budget without source features, kept beside the translator."""
-    from hf_mot.fit import fit
-
-    report, config = translator.fit_report or {}, translator.config
-    options = {name: report[key] for name, key in (("max_tokens", "tokens"), ("seed", "seed")) if key in report}
-    twin = fit(
-        corpus,
-        **pair,
-        method=config.method,
-        rank=config.rank,
-        source_layers=[],
-        embedding_window=config.embedding_window,
-        **options,
-    ).translator
-    twin.save_pretrained(os.path.join(name, "no_source"))
-    return twin
-
-
-def _baselines(args: argparse.Namespace, arms: list[str], translator: Any, corpus: Any, pair: dict[str, Any]):
-    from hf_mot.baselines import RawCopy, Ridge, fit_ridge
-
-    baselines: dict[str, Any] = {}
-    if "raw_copy" in arms:
-        baselines["raw_copy"] = RawCopy(translator)
-    if "ridge" in arms:
-        kept = os.path.join(args.translator, RIDGE_FILE) if os.path.isdir(args.translator) else None
-        if kept is not None and os.path.isfile(kept):
-            baselines["ridge"] = Ridge.load(kept, translator)
-        elif not args.fit_text:
-            raise ValueError("`--arms` holds ridge, which is fitted first. Give --fit-text, or leave the arm out.")
-        else:
-            tokens = (translator.fit_report or {}).get("tokens")
-            budget = {} if tokens is None else {"max_tokens": tokens}
-            baselines["ridge"] = fit_ridge(corpus(), **pair, seed=args.seed, **budget)
-            if kept is not None:
-                baselines["ridge"].save(kept)
-    return baselines
 
 
 def _format_prompts(args, translator, tasks: dict[str, Any], source_name: str | None, target_name: str) -> str:

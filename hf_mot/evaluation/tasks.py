@@ -54,7 +54,7 @@ class Task:
             context.
         version (`str`, *optional*, defaults to `"1"`): Changes with anything that changes a result: prompts, scoring,
             the reading of files. Results of two versions are never mixed.
-        max_new_tokens (`int`, *optional*, defaults to 24): Length of a generated answer, at most.
+        max_new_tokens (`int`, *optional*, defaults to 16): Length of a generated answer, at most.
         original (`Callable`, *optional*): Reads the rows from a folder with the files as their authors publish them.
     """
 
@@ -63,7 +63,7 @@ class Task:
     demonstrations: tuple[tuple[str, str], ...]
     closed: bool = False
     version: str = "1"
-    max_new_tokens: int = 24
+    max_new_tokens: int = 16
     original: Callable[[Path], Iterator[dict[str, Any]]] | None = None
 
     @property
