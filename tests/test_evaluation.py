@@ -7,6 +7,8 @@ from conftest import make_documents, make_model, make_pair, make_tokenizer, make
 
 from hf_mot import MoTModel
 from hf_mot.evaluation import evaluate, runner, save_report
+from hf_mot.evaluation.arms import continuation_nll
+from hf_mot.evaluation.context_nll import compare_arms
 from hf_mot.evaluation.windows import check_context_length, cut_windows
 
 CONTEXT = 24
@@ -158,7 +160,7 @@ def test_wrong_document_is_the_next_one_in_the_seeded_order(pair):
             target_input_ids=torch.tensor([other.context_ids]),
         )
         continuation_ids = torch.tensor([window.continuation_ids])
-        nll = runner.continuation_nll(pair["target"], cache.fork(), continuation_ids)
+        nll = continuation_nll(pair["target"], cache.fork(), continuation_ids)
         assert wrong[row].item() == pytest.approx(nll.item(), abs=1e-4)
 
 
@@ -194,23 +196,22 @@ def test_report_follows_the_contract(pair, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_metrics_are_taken_from_the_arms(pair, monkeypatch):
+def test_metrics_are_taken_from_the_arms():
     means = {"native": 2, "no_context": 4, "translated": 2.5, "no_source": 3, "wrong_document": 5}
     means |= {"native_wrong_document": 6, "identity": 2}
 
-    def measured(models, windows, arms, batch_size, progress):
-        spread = torch.linspace(-0.1, 0.1, len(windows), dtype=torch.float64)
-        return {arm: means[arm] + spread for arm in arms}
+    def figures():
+        spread = torch.linspace(-0.1, 0.1, 6, dtype=torch.float64)
+        return compare_arms({arm: mean + spread for arm, mean in means.items()}, seed=0)
 
-    monkeypatch.setattr(runner, "_measure", measured)
-    report = evaluate(documents=DOCUMENTS[:6], **pair)
+    report = figures()
     assert report["recovery"]["value"] == pytest.approx(1.5 / 2)
     assert report["content_recovery"]["value"] == pytest.approx(2.5 / 4)
     assert report["source_value"]["value"] == pytest.approx(0.5 / 1)
     assert report["arms"]["no_source"]["recovery"]["value"] == pytest.approx(1 / 2)
     assert "recovery" not in report["arms"]["native"] and "notes" not in report
     means["no_context"] = 1.9  # context hurts: nothing to recover
-    report = evaluate(documents=DOCUMENTS[:6], **pair)
+    report = figures()
     assert "recovery" not in report and "recovery" not in report["arms"]["identity"]
     assert len(report["notes"]) == 1 and "not clearly positive over 6 documents" in report["notes"][0]
 
@@ -226,11 +227,14 @@ def test_only_the_arms_asked_for_are_run(pair):
     [
         ({"arms": ["native", "translatd"]}, "'translatd', which is no arm. Did you mean translated"),
         ({"arms": []}, "`arms` is empty. Choose from native"),
-        ({"no_source": None}, "`no_source` is None, but the arm no_source needs the translator's twin"),
+        (
+            {"no_source": None, "arms": ["no_source"]},
+            "`no_source` is None, but the arm no_source needs the translator's twin",
+        ),
         ({"source": None}, "`source` is None, but this translator reads a source"),
         ({"batch_size": 0}, "`batch_size` must be at least 1 document, got 0"),
         ({"limit": 0}, "`limit` must be at least 1 document, or None for all, got 0"),
-        ({"limit": 1}, "wrong_document, which needs at least 2 documents, got 1"),
+        ({"limit": 1}, r"wrong_document.*needs at least 2 documents, got 1"),
         ({"documents": ["short"] * 3}, r"no document of 24 \+ 65 target tokens: 3 of 3 are shorter"),
         ({"cost": True, "cost_context_length": 440}, "`cost_context_length` is 440 tokens, more than all documents"),
         ({"replay": "some"}, "`replay` must be one of none"),
@@ -307,7 +311,7 @@ def test_command_asks_for_models_that_are_not_recorded(folder):
 def test_command_without_twin_names_where_it_was_looked_for(folder, pair):
     pair["translator"].save_pretrained(folder / "alone")
     with pytest.raises(ValueError, match=r"no twin in .*alone/no_source\. Fit again .* --arms without no_source"):
-        run_command(folder, translator="alone")
+        run_command(folder, "--arms", "native,no_source", translator="alone")
 
 
 def test_bad_settings_are_found_before_a_model_is_loaded(folder):

@@ -2,71 +2,131 @@
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
 from hf_mot.cli import check_output_file, command_line, model_name
+from hf_mot.cli.rivals import (
+    RIDGE_FILE,
+    check_corpus,
+    has_twin,
+    load_twin,
+    make_baselines,
+    must_refit,
+    refit_twin,
+)
 
-HELP = "measure a translator: recovery, controls and cost"
+HELP = "measure a translator: recovery, tasks, controls and cost"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("translator", metavar="TRANSLATOR", help="folder or Hub id of a translator")
     parser.add_argument("--source", help="source model: Hub id, folder, GGUF file or demo name [the translator's own]")
     parser.add_argument("--target", help="target model, likewise [the translator's own]")
-    parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="documents that it was not fitted on")
+    parser.add_argument("--text", nargs="+", metavar="FILE", help="documents that it was not fitted on")
     parser.add_argument("--lines", action="store_true", help="one document a line")
+    parser.add_argument("--tasks", metavar="A,B,…", help="question answering too, e.g. squad,boolq")
+    parser.add_argument("--data", metavar="DIR", help="folder with the tasks' folders [the Hub, through datasets]")
     parser.add_argument(
-        "--arms", metavar="A,B,…", help="ways to get the context, e.g. native,no_context,translated [six of them]"
+        "--arms",
+        metavar="A,B,…",
+        help="ways to get the context, or all [native,no_context,translated,wrong_document]",
     )
     parser.add_argument("--replay", default="none", metavar="PLAN", help="what the target recomputes [none]")
     parser.add_argument("--context", type=int, default=256, metavar="C", help="target tokens of context [256]")
-    parser.add_argument("--limit", type=int, metavar="N", help="number of documents [all that are long enough]")
-    parser.add_argument("--batch-size", type=int, default=4, metavar="B", help="documents per forward [4]")
+    parser.add_argument("--limit", type=int, metavar="N", help="documents, and questions a task [all that fit]")
+    parser.add_argument("--batch-size", type=int, default=4, metavar="B", help="contexts per forward [4]")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="order of documents and bootstrap [0]")
     parser.add_argument("--dtype", default="float32", help="dtype of both models, e.g. bfloat16 [float32]")
+    parser.add_argument(
+        "--prompt-style", default="auto", metavar="STYLE", help="chat, plain, or chat where there is a template [auto]"
+    )
+    parser.add_argument(
+        "--closed-sets", default="likelihood", metavar="HOW", help="choose by likelihood, or generate [likelihood]"
+    )
+    parser.add_argument("--truncate", action="store_true", help="cut contexts that are too long instead of skipping")
+    parser.add_argument("--show-prompts", action="store_true", help="show one prompt of each task, and stop")
+    parser.add_argument("--gate", action="store_true", help="exit with 1 unless it beats its controls")
+    parser.add_argument("--gate-recovery", type=float, default=0.5, metavar="X", help="recovery it must reach [0.5]")
+    parser.add_argument("--gate-margin", type=float, default=0.0, metavar="X", help="nats above each control [0]")
+    parser.add_argument(
+        "--fit-text", nargs="+", metavar="FILE", help="what it was fitted on: finds overlap, and fits missing rivals"
+    )
     parser.add_argument("--no-cost", action="store_true", help="do not measure times and sizes")
     parser.add_argument("--cost-context", type=int, metavar="C", help="tokens of context for the cost [as --context]")
-    parser.add_argument("--json", metavar="OUT", help="write all figures to this file")
+    parser.add_argument("--json", metavar="OUT", help="write all figures to this file, each example's beside it")
+    parser.add_argument("--report", metavar="DIR", help="write figures, tables, plot and a page to this folder")
+    parser.add_argument("--overwrite", action="store_true", help="do not go on with the results that are there")
 
 
 def run(args: argparse.Namespace) -> int:
     # Cheap checks come first: a typo must not cost a minute of loading.
     check_output_file(args.json, "--json")
+    if args.text is None and args.tasks is None:
+        raise ValueError("`--text` and `--tasks` are both missing: there is nothing to measure on. Give one of them.")
+    if args.report is not None and os.path.exists(args.report) and not os.path.isdir(args.report):
+        raise ValueError(f"`--report` must name a folder, got the file {args.report}.")
 
     from hf_mot.data.documents import read_documents
+    from hf_mot.evaluation.gate import Gate
+    from hf_mot.evaluation.report import require_matplotlib, write_report
     from hf_mot.evaluation.runner import DEFAULT_ARMS, check_settings, evaluate, save_report
+    from hf_mot.evaluation.store import ResultStore
     from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
 
-    documents = list(read_documents(args.text, lines=args.lines))
+    if args.report is not None:
+        require_matplotlib()
+    gate = Gate(args.gate_recovery, args.gate_margin) if args.gate else None
+    documents = list(read_documents(args.text, lines=args.lines)) if args.text else None
+    tasks = _load_tasks(_names(args.tasks), args.data)
+    translator = load_translator(args.translator)
+    arms = DEFAULT_ARMS if args.arms is None else _names(args.arms)
+    if arms == ["all"]:
+        arms = _all_arms(args, translator)
     settings = {
-        "arms": DEFAULT_ARMS if args.arms is None else [arm.strip() for arm in args.arms.split(",") if arm.strip()],
+        "arms": arms,
         "context_length": args.context,
         "limit": args.limit,
         "batch_size": args.batch_size,
         "replay": args.replay,
         "cost_context_length": args.cost_context,
+        "gate": gate,
     }
-    translator = load_translator(args.translator)
-    arms = check_settings(translator, **settings)
-    no_source = _load_twin(args.translator) if "no_source" in arms else None
+    arms = check_settings(translator, tasks=tasks, **settings)
+    if args.fit_text:
+        check_corpus(translator, args.fit_text)
+    no_source = load_twin(args.translator) if "no_source" in arms and not must_refit(args) else None
     source_name = None
     if translator.config.source_layers:
         source_name = model_name(args.source, translator.config.source, "source")
     target_name = model_name(args.target, translator.config.target, "target")
-    source = source_tokenizer = None
+    if args.show_prompts:
+        print(_format_prompts(args, translator, tasks, source_name, target_name))
+        return 0
+    pair: dict[str, Any] = {"source": None, "source_tokenizer": None}
     if source_name is not None:
-        source, source_tokenizer = load_model(source_name, dtype=args.dtype), load_tokenizer(source_name)
-    target, target_tokenizer = load_model(target_name, dtype=args.dtype), load_tokenizer(target_name)
+        pair = {"source": load_model(source_name, dtype=args.dtype), "source_tokenizer": load_tokenizer(source_name)}
+    pair |= {"target": load_model(target_name, dtype=args.dtype), "target_tokenizer": load_tokenizer(target_name)}
 
+    def corpus():
+        return read_documents(args.fit_text, lines=args.lines)
+
+    if "no_source" in arms and no_source is None:
+        no_source = refit_twin(args.translator, translator, corpus(), pair)
+    results = _results_file(args)
     report = evaluate(
         translator,
         documents,
-        source=source,
-        target=target,
-        source_tokenizer=source_tokenizer,
-        target_tokenizer=target_tokenizer,
+        **pair,
         no_source=no_source,
+        baselines=make_baselines(args, arms, translator, corpus, pair),
+        tasks=tasks,
         seed=args.seed,
+        prompt_style=args.prompt_style,
+        closed_sets=args.closed_sets,
+        truncate=args.truncate,
+        fit_corpus=corpus() if args.fit_text else None,
+        results=None if results is None else ResultStore(results, overwrite=args.overwrite),
         cost=not args.no_cost,
         **settings,
     )
@@ -75,24 +135,71 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         save_report(report, args.json)
         print(f"\nAll figures: {args.json}")
+    if args.report is not None:
+        page = write_report(report, args.report)
+        print(f"\nReport: {page}")
+    if gate is not None and not report["gate"]["passed"]:
+        return 1
     return 0
 
 
-def _load_twin(name: str):
-    """The translator's twin without source, which a fit saves beside it."""
-    from hf_mot.hub.resolve import load_translator
+def _names(given: str | None) -> list[str]:
+    return [name.strip() for name in (given or "").split(",") if name.strip()]
 
-    way_out = "Fit again (hf-mot fit writes it), or choose --arms without no_source."
-    missing = f"`--arms` holds no_source, but there is no twin in {name}/no_source. {way_out}"
-    if os.path.isdir(name):
-        folder = os.path.join(name, "no_source")
-        if not os.path.isdir(folder):
-            raise ValueError(missing)
-        return load_translator(folder)
-    try:
-        return load_translator(name, subfolder="no_source")
-    except OSError as error:
-        raise ValueError(missing) from error
+
+def _load_tasks(names: list[str], data: str | None) -> dict[str, Any]:
+    from hf_mot.evaluation.hub_tasks import load_hub_examples
+    from hf_mot.evaluation.tasks import find_task, load_examples
+
+    for name in names:
+        find_task(name)
+    return {name: load_hub_examples(name) if data is None else load_examples(data, name) for name in names}
+
+
+def _all_arms(args: argparse.Namespace, translator: Any) -> list[str]:
+    """Every arm that this translator can have: rivals that were never fitted need the text to fit on."""
+    from hf_mot.evaluation.arms import ARMS
+
+    absent = set()
+    if not translator.config.source_layers:
+        absent |= {arm for arm in ARMS if ARMS[arm].needs in ("source", "raw_copy", "ridge")}
+    if not args.fit_text:
+        absent |= {"ridge"} if not os.path.isfile(os.path.join(args.translator, RIDGE_FILE)) else set()
+        absent |= {"no_source"} if not has_twin(args.translator) else set()
+    return [arm for arm in ARMS if arm not in absent and arm != "native_wrong_document"]
+
+
+def _results_file(args: argparse.Namespace) -> Path | None:
+    if args.report is not None:
+        Path(args.report).mkdir(parents=True, exist_ok=True)
+        return Path(args.report) / "examples.jsonl"
+    return None if args.json is None else Path(args.json).with_suffix(".examples.jsonl")
+
+
+def _format_prompts(args, translator, tasks: dict[str, Any], source_name: str | None, target_name: str) -> str:
+    """What each of the two models would be asked of the first example of each task."""
+    from hf_mot.evaluation.prompts import Prompter
+    from hf_mot.evaluation.tasks import TASKS
+    from hf_mot.hub.resolve import load_tokenizer
+
+    lines = []
+    for side, name in (("target", target_name), ("source", source_name)):
+        if name is None:
+            continue
+        tokenizer = load_tokenizer(name)
+        style = "plain" if side == "source" and tokenizer.chat_template is None else args.prompt_style
+        prompter = Prompter.of(tokenizer, getattr(translator.config, side)["prefix_ids"], style)
+        for task, examples in tasks.items():
+            asked = prompter.question(TASKS[task], examples[0])
+            lines += [
+                f"--- {side}, {task} ({examples[0].id}), {prompter.style}: {len(asked.context_ids)} tokens of context "
+                f"in the cache, then {len(asked.prompt_ids)} of prompt",
+                f"[context] {examples[0].context[:160]!r} …" if len(examples[0].context) > 160 else "[context] …",
+                f"[prompt] {prompter.prompt(TASKS[task], examples[0])}",
+                f"[answers] {list(examples[0].choices or examples[0].answers)}",
+                "",
+            ]
+    return "\n".join(lines)
 
 
 _LABELS = {
@@ -112,13 +219,32 @@ def format_report(report: dict[str, Any]) -> str:
     Returns:
         `str`: Lines for a terminal.
     """
+    pair = " → ".join(report["pair"][side] for side in ("source", "target") if side in report["pair"])
+    lines = [f"{pair}, plan {report['replay']}"]
+    if "arms" in report:
+        lines += _document_lines(report)
+    for name, figures in report.get("tasks", {}).items():
+        lines += ["", *_task_lines(name, figures)]
+    for part, arms in report.get("missing", {}).items():
+        lines += ["", *(f"missing: {arm} of {part}, which crashed: {reason}" for arm, reason in arms.items())]
+    if "overlap" in report:
+        lines += ["", _overlap_line(report["overlap"])]
+    if "cost" in report:
+        lines += ["", *_cost_lines(report["cost"])]
+    if "gate" in report:
+        lines += ["", *_gate_lines(report["gate"])]
+    return "\n".join(lines)
+
+
+def _document_lines(report: dict[str, Any]) -> list[str]:
     from hf_mot.evaluation.arms import ARMS
 
-    pair = " → ".join(report["pair"][side] for side in ("source", "target") if side in report["pair"])
     skipped = "".join(f", {count} skipped ({reason})" for reason, count in report["skipped"].items())
+    counted = f"{report['n']} documents"
+    if "n_documents" in report:
+        counted = f"{report['n']} windows of {report['n_documents']} documents"
     lines = [
-        f"{pair}, plan {report['replay']}",
-        f"{report['n']} documents{skipped}, {report['context_length']} tokens of context, seed {report['seed']}",
+        f"{counted}{skipped}, {report['context_length']} tokens of context, seed {report['seed']}",
         "",
         f"{'arm':<23}{'NLL':>7}  {'recovery [95 % interval]':<24}  the target reads",
     ]
@@ -129,10 +255,43 @@ def format_report(report: dict[str, Any]) -> str:
     for metric, label in _LABELS.items():
         if metric in report:
             lines.append(f"{metric:<18}{_interval(report[metric])}  {label}")
-    lines += report.get("notes", [])
-    if "cost" in report:
-        lines += ["", *_cost_lines(report["cost"])]
-    return "\n".join(lines)
+    return lines + report.get("notes", [])
+
+
+def _task_lines(name: str, figures: dict[str, Any]) -> list[str]:
+    metric, nll = figures["metric"], figures["answer_nll"]
+    skipped = "".join(
+        f", {figures[key]} {key.replace('_', ' ')}" for key in ("too_long", "truncated") if key in figures
+    )
+    lines = [
+        f"{name}: {figures['n']} questions{skipped}, {figures['prompt']} prompt, version {figures['version']}",
+        f"{'arm':<23}{metric:>8}  {'[95 % interval]':<16}{'EM':>7}{'NLL':>9}  recovery of the answer's NLL",
+    ]
+    for arm, ends in figures["intervals"].items():
+        exact = f"{figures['em'][arm]:.3f}" if "em" in figures else ""
+        loss = f"{nll[arm]:.4f}" if arm in nll else ""
+        recovery = _interval(nll["recoveries"][arm]) if arm in nll.get("recoveries", {}) else ""
+        interval = f"[{ends['low']:.3f}, {ends['high']:.3f}]"
+        lines.append(f"{arm:<23}{figures[arm]:>8.3f}  {interval:<16}{exact:>7}{loss:>9}  {recovery}".rstrip())
+    if "native_minus_no_context" in figures:
+        verdict = "counts in a verdict" if figures["counts"] else "does not count in a verdict: the interval holds 0"
+        lines.append(f"native - no_context {_interval(figures['native_minus_no_context']).strip()}: {verdict}")
+    return lines + nll.get("notes", [])
+
+
+def _overlap_line(overlap: dict[str, Any]) -> str:
+    named = [f"{part} {name}" for part, names in overlap["documents"].items() for name in names]
+    shown = ", ".join(named[:8]) + (", …" if len(named) > 8 else "")
+    return (
+        f"overlap with the fit's corpus: {overlap['shared']} of {overlap['tested']} contexts share a run of "
+        f"{overlap['run_words']} words" + (f": {shown}" if named else "")
+    )
+
+
+def _gate_lines(gate: dict[str, Any]) -> list[str]:
+    judged = ", ".join(gate["judged_on"]) or "nothing"
+    lines = [f"gate: {'passed' if gate['passed'] else 'NOT PASSED'} (judged on {judged})"]
+    return lines + [f"  {reason}" for reason in gate["reasons"]]
 
 
 def _interval(figure: dict[str, float]) -> str:

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 def _evaluate(result, pair: dict[str, Any], documents: Iterable[str], args: argparse.Namespace) -> dict[str, Any]:
     from hf_mot.evaluation import DEFAULT_ARMS, evaluate
 
-    arms = [arm for arm in DEFAULT_ARMS if arm != "no_source" or result.no_source is not None]
+    arms = [*DEFAULT_ARMS, "identity", *(["no_source"] if result.no_source is not None else [])]
     report = evaluate(
         result.translator,
         documents,

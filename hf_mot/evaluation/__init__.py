@@ -1,6 +1,19 @@
-"""How much of a context's worth a translation keeps: windows, arms, metrics, cost."""
+"""How much of a context's worth a translation keeps: tasks, windows, arms, metrics, verdict, cost, reports."""
 
 from hf_mot.evaluation.arms import ARMS
+from hf_mot.evaluation.gate import Gate
 from hf_mot.evaluation.runner import DEFAULT_ARMS, evaluate, save_report
+from hf_mot.evaluation.store import ResultStore
+from hf_mot.evaluation.tasks import TASKS, Example, load_examples
 
-__all__ = ["ARMS", "DEFAULT_ARMS", "evaluate", "save_report"]
+__all__ = [
+    "ARMS",
+    "DEFAULT_ARMS",
+    "TASKS",
+    "Example",
+    "Gate",
+    "ResultStore",
+    "evaluate",
+    "load_examples",
+    "save_report",
+]

@@ -46,7 +46,7 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5) -> dict[st
     """
     target, translator = models.target, models.translator
     layers = translator.config.source_layers
-    target_ids = Batch(models, [window]).context_ids
+    target_ids, _ = Batch(models, [window]).padded
     prompt_ids = torch.tensor([window.continuation_ids[:PROMPT_TOKENS]], device=target.device)
     source_ids = source_cache = None
     if layers:

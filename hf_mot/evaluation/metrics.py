@@ -1,4 +1,7 @@
-"""Figures that compare arms: ratios of means over documents, each with a bootstrap interval over documents."""
+"""Figures that compare arms: means, differences and ratios of means, each with a bootstrap interval over documents."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -11,32 +14,73 @@ METRICS = {
     "content_recovery": ("wrong_document", ("native_wrong_document", "native")),
     "source_value": ("no_source", ("no_source", "native")),
 }
+# What a translation must beat.
+CONTROLS = ("no_context", "wrong_document", "wrong_source", "no_source")
 
 
-def bootstrap_means(values: torch.Tensor, resamples: int = RESAMPLES, seed: int = 0) -> torch.Tensor:
+def bootstrap_means(
+    values: torch.Tensor, resamples: int = RESAMPLES, seed: int = 0, clusters: Sequence[Hashable] | None = None
+) -> torch.Tensor:
     """
-    Means of `values` over resampled documents, drawn with replacement. All columns share each draw, so that a ratio of
-    two columns stays paired.
+    Means of `values` over resampled documents, drawn with replacement. All columns share each draw, so that a
+    difference or ratio of two columns stays paired.
 
     Args:
-        values (`torch.Tensor` of shape `(documents, columns)`): One figure a document and column.
+        values (`torch.Tensor` of shape `(rows, columns)`): One figure a row and column.
         resamples (`int`, *optional*, defaults to 2000): Number of draws.
         seed (`int`, *optional*, defaults to 0): Seed of the draws.
+        clusters (`Sequence`, *optional*): The document of each row, where one has several: its rows are drawn
+            together. By default each row is a document.
 
     Returns:
         `torch.Tensor` of shape `(resamples, columns)`, fp64.
     """
-    documents = len(values)
+    numbers = {cluster: number for number, cluster in enumerate(dict.fromkeys(clusters or range(len(values))))}
+    documents = len(numbers)
+    sums, sizes = values.double(), torch.ones(documents, dtype=torch.float64)
+    if documents < len(values):
+        index = torch.tensor([numbers[cluster] for cluster in clusters])
+        sums = torch.zeros(documents, values.shape[1], dtype=torch.float64).index_add_(0, index, sums)
+        sizes = torch.bincount(index).double()
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randint(documents, (resamples, documents), generator=generator)
     # Multiplicities instead of a gather: [resamples, documents] is all that is ever held.
     counts = torch.zeros(resamples, documents, dtype=torch.float64)
     counts.scatter_add_(1, draws, torch.ones_like(draws, dtype=torch.float64))
-    return counts @ values.double() / documents
+    return counts @ sums / (counts @ sizes)[:, None]
+
+
+def interval(means: torch.Tensor) -> tuple[float, float]:
+    """The ends of the percentile interval of resampled figures `(resamples,)`."""
+    tail = (1 - LEVEL) / 2
+    low, high = torch.quantile(means, torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def mean_with_interval(
+    values: torch.Tensor, seed: int = 0, clusters: Sequence[Hashable] | None = None
+) -> dict[str, float]:
+    """
+    The mean with its bootstrap interval over documents; of differences of two arms, the paired one.
+
+    Args:
+        values (`torch.Tensor` of shape `(rows,)`): One figure a row.
+        seed (`int`, *optional*, defaults to 0): Seed of the draws.
+        clusters (`Sequence`, *optional*): As in `bootstrap_means`.
+
+    Returns:
+        `dict`: `value`, and `low` and `high`, the ends of the 95 % interval.
+    """
+    low, high = interval(bootstrap_means(values[:, None], seed=seed, clusters=clusters)[:, 0])
+    return {"value": values.double().mean().item(), "low": low, "high": high}
 
 
 def ratio_of_means(
-    numerator: torch.Tensor, denominator: torch.Tensor, resamples: int = RESAMPLES, seed: int = 0
+    numerator: torch.Tensor,
+    denominator: torch.Tensor,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    clusters: Sequence[Hashable] | None = None,
 ) -> dict[str, float]:
     """
     mean(`numerator`) / mean(`denominator`) with its percentile bootstrap interval over documents, the ratio computed
@@ -47,6 +91,7 @@ def ratio_of_means(
         denominator (`torch.Tensor` of shape `(documents,)`): One figure a document, in the same order.
         resamples (`int`, *optional*, defaults to 2000): Number of draws.
         seed (`int`, *optional*, defaults to 0): Seed of the draws.
+        clusters (`Sequence`, *optional*): As in `bootstrap_means`.
 
     Returns:
         `dict`: `value`, and `low` and `high`, the ends of the 95 % interval.
@@ -55,24 +100,28 @@ def ratio_of_means(
         ValueError: With fewer than two documents, or where the denominator is not positive in each resample (the ratio
             would mean nothing there).
     """
-    if len(numerator) < 2:
-        raise ValueError(f"an interval over documents needs at least 2 of them, got {len(numerator)}")
-    means = bootstrap_means(torch.stack([numerator, denominator], dim=1), resamples, seed)
-    tail = (1 - LEVEL) / 2
-    quantiles = torch.tensor([tail, 1 - tail], dtype=torch.float64)
+    documents = len(numerator) if clusters is None else len(set(clusters))
+    if documents < 2:
+        raise ValueError(f"an interval over documents needs at least 2 of them, got {documents}")
+    means = bootstrap_means(torch.stack([numerator, denominator], dim=1), resamples, seed, clusters)
     if not means[:, 1].min() > 0:
-        low, high = torch.quantile(means[:, 1], quantiles).tolist()
+        low, high = interval(means[:, 1])
         raise ValueError(
             f"the denominator ({denominator.double().mean():.4f} nats, 95 % interval {low:.4f} to {high:.4f}) is not "
-            f"clearly positive over {len(denominator)} documents"
+            f"clearly positive over {documents} documents"
         )
-    low, high = torch.quantile(means[:, 0] / means[:, 1], quantiles).tolist()
+    low, high = interval(means[:, 0] / means[:, 1])
     value = numerator.double().mean() / denominator.double().mean()
     return {"value": value.item(), "low": low, "high": high}
 
 
 def compare(
-    nll: dict[str, torch.Tensor], metric: str, arm: str = "translated", resamples: int = RESAMPLES, seed: int = 0
+    nll: dict[str, torch.Tensor],
+    metric: str,
+    arm: str = "translated",
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    clusters: Sequence[Hashable] | None = None,
 ) -> tuple[dict[str, float] | None, str | None]:
     """
     One metric of one arm, or the reason why it cannot be had.
@@ -88,6 +137,7 @@ def compare(
         arm (`str`, *optional*, defaults to `"translated"`): The arm x.
         resamples (`int`, *optional*, defaults to 2000): Number of bootstrap draws.
         seed (`int`, *optional*, defaults to 0): Seed of the draws.
+        clusters (`Sequence`, *optional*): As in `bootstrap_means`.
 
     Returns:
         `tuple`: `(figure, None)` with a figure as `ratio_of_means` gives it; `(None, note)` where the ratio is not
@@ -97,6 +147,20 @@ def compare(
     if not {arm, reference, worst, best} <= nll.keys():
         return None, None
     try:
-        return ratio_of_means(nll[reference] - nll[arm], nll[worst] - nll[best], resamples, seed), None
+        return ratio_of_means(nll[reference] - nll[arm], nll[worst] - nll[best], resamples, seed, clusters), None
     except ValueError as error:
         return None, f"{metric} of {arm} is left out: {error}."
+
+
+def better_by(
+    values: Mapping[str, torch.Tensor], seed: int, clusters: Sequence[Hashable] | None = None, sign: int = 1
+) -> dict[str, Any]:
+    """By how much `translated` is better than each control, paired; `sign` -1 where less is better."""
+    if "translated" not in values:
+        return {}
+    found = {
+        arm: mean_with_interval(sign * (values["translated"] - values[arm]), seed, clusters)
+        for arm in CONTROLS
+        if arm in values
+    }
+    return {"better_by": found} if found else {}

@@ -1,8 +1,8 @@
-"""One evaluation: windows, arms, metrics and cost, as the JSON that `evaluate` and `demo` write."""
+"""One evaluation: context-NLL and tasks, arms, metrics, verdict and cost, as the JSON that `evaluate` writes."""
 
 import difflib
+import hashlib
 import json
-import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,39 +10,49 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_mot.data import iterate_documents
-from hf_mot.evaluation.arms import ARMS, Batch, Models, continuation_nll
+from hf_mot.evaluation.arms import ARMS, Baseline, Models
+from hf_mot.evaluation.context_nll import CONTEXT_NLL, measure_documents
 from hf_mot.evaluation.cost import measure_cost, translator_bytes
-from hf_mot.evaluation.metrics import METRICS, compare
-from hf_mot.evaluation.windows import CONTINUATION_TOKENS, Window, check_context_length, cut_windows
+from hf_mot.evaluation.gate import GATE_ARMS, Gate, judge
+from hf_mot.evaluation.measure import digest, grouped, measure
+from hf_mot.evaluation.overlap import RUN_WORDS, shared_runs
+from hf_mot.evaluation.prompts import Prompter
+from hf_mot.evaluation.question_answering import CLOSED_SETS, Scorer, prepare_questions, task_figures
+from hf_mot.evaluation.store import ResultStore
+from hf_mot.evaluation.tasks import TASKS, Example, find_task
+from hf_mot.evaluation.windows import Window, check_context_length, cut_windows
 from hf_mot.modeling_mot import MoTModel
 from hf_mot.replay_mot import ReplayPlan
 from hf_mot.versions import versions
 
-DEFAULT_ARMS = ("native", "no_context", "translated", "identity", "wrong_document", "no_source")
+DEFAULT_ARMS = ("native", "no_context", "translated", "wrong_document")
+# From this length on, documents are few, and each gives several windows.
+LONG_CONTEXT, WINDOWS_OF_LONG_CONTEXT = 1024, 4
 
 
 def check_settings(
     translator: MoTModel,
     *,
     arms: Sequence[str] = DEFAULT_ARMS,
+    tasks: Iterable[str] = (),
     context_length: int = 256,
     limit: int | None = None,
     batch_size: int = 4,
     replay: str = "none",
     cost_context_length: int | None = None,
+    gate: Gate | None = None,
 ) -> list[str]:
     """
     What can be checked before a model is loaded. Arguments as in [`evaluate`].
 
     Returns:
-        `list[str]`: The arms to run, each once, and the helper arm that content recovery needs.
+        `list[str]`: The arms to run, each once, and those that content recovery and the gate need.
 
     Raises:
-        ValueError: On an unknown arm or plan, or a bad `context_length`, `limit` or `batch_size`.
+        ValueError: On an unknown arm, task or plan, or a bad `context_length`, `limit` or `batch_size`.
     """
     if not arms:
         raise ValueError(f"`arms` is empty. Choose from {', '.join(ARMS)}.")
@@ -51,6 +61,8 @@ def check_settings(
             close = difflib.get_close_matches(str(arm), ARMS, n=1)
             hint = f"Did you mean {close[0]}? " if close else ""
             raise ValueError(f"`arms` holds {arm!r}, which is no arm. {hint}Choose from {', '.join(ARMS)}.")
+    for name in tasks:
+        find_task(name)
     ReplayPlan.parse(replay)
     for length in (context_length, cost_context_length):
         if length is not None:
@@ -59,6 +71,7 @@ def check_settings(
         raise ValueError(f"`limit` must be at least 1 document, or None for all, got {limit}.")
     if batch_size < 1:
         raise ValueError(f"`batch_size` must be at least 1 document, got {batch_size}.")
+    arms = [*arms, *(GATE_ARMS if gate is not None else ())]
     helper = ["native_wrong_document"] if "wrong_document" in arms else []
     return list(dict.fromkeys([*arms, *helper]))
 
@@ -66,75 +79,105 @@ def check_settings(
 @torch.no_grad()
 def evaluate(
     translator: MoTModel,
-    documents: Iterable[str | Mapping[str, str]],
+    documents: Iterable[str | Mapping[str, str]] | None = None,
     *,
     source: PreTrainedModel | None,
     target: PreTrainedModel,
     source_tokenizer: PreTrainedTokenizerBase | None,
     target_tokenizer: PreTrainedTokenizerBase,
     no_source: MoTModel | None = None,
+    baselines: Mapping[str, Baseline] | None = None,
+    tasks: Mapping[str, Sequence[Example]] | None = None,
     arms: Sequence[str] = DEFAULT_ARMS,
     context_length: int = 256,
     limit: int | None = None,
     batch_size: int = 4,
     seed: int = 0,
     replay: str = "none",
+    prompt_style: str = "auto",
+    closed_sets: str = "likelihood",
+    truncate: bool = False,
+    gate: Gate | None = None,
+    fit_corpus: Iterable[str] | None = None,
+    results: str | os.PathLike | ResultStore | None = None,
     cost: bool = True,
     cost_context_length: int | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """
-    Measures a translator by context-NLL: how well the target goes on with a document whose start it has in its cache,
-    got in several ways (the arms).
+    Measures a translator: by context-NLL, how well the target goes on with a document whose start it has in its cache;
+    and on tasks, how well it answers questions about such a context. The context is got in several ways (the arms).
 
     Args:
         translator (`MoTModel`): The translator to judge.
-        documents (`Iterable[str]` or a `datasets` dataset): Documents that it was not fitted on. One window each, at
-            the start.
+        documents (`Iterable[str]` or a `datasets` dataset, *optional*): Documents that it was not fitted on. One
+            window each, at the start; up to 4 disjoint ones from 1,024 tokens of context on.
         source (`PreTrainedModel`, *optional*): The model that reads; `None` only if the translator uses no source.
         target (`PreTrainedModel`): The model that goes on.
         source_tokenizer (`PreTrainedTokenizerBase`, *optional*): The source's tokenizer.
         target_tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
         no_source (`MoTModel`, *optional*): The translator's twin without source; needed by the arm of that name.
-        arms (`Sequence[str]`, *optional*): Names from `ARMS`; the six of context-NLL by default.
-        context_length (`int`, *optional*, defaults to 256): Target tokens of context, its prefix included.
-        limit (`int`, *optional*): Number of documents to measure; all that are long enough by default.
-        batch_size (`int`, *optional*, defaults to 4): Documents per forward; changes nothing but speed and memory.
-        seed (`int`, *optional*, defaults to 0): Seed of the order of documents and of the bootstrap.
+        baselines (`Mapping[str, Baseline]`, *optional*): Rivals, by the name of their arm, as `hf_mot.baselines` makes
+            them; needed by these arms.
+        tasks (`Mapping[str, Sequence[Example]]`, *optional*): Examples by task, as `load_examples` gives them.
+        arms (`Sequence[str]`, *optional*): Names from `ARMS`; native, no_context, translated and wrong_document by
+            default.
+        context_length (`int`, *optional*, defaults to 256): Target tokens of a document's context, its prefix
+            included.
+        limit (`int`, *optional*): Number of windows, and of questions a task; all that fit by default.
+        batch_size (`int`, *optional*, defaults to 4): Contexts per forward; changes nothing but speed and memory.
+        seed (`int`, *optional*, defaults to 0): Seed of the order of documents and questions and of the bootstrap.
         replay (`str`, *optional*, defaults to `"none"`): What the target recomputes.
+        prompt_style (`str`, *optional*, defaults to `"auto"`): `"chat"`, `"plain"`, or chat where a tokenizer has a
+            chat template.
+        closed_sets (`str`, *optional*, defaults to `"likelihood"`): How a choice is made: the likeliest one, or the
+            one that the model's own answer names (`"generate"`).
+        truncate (`bool`, *optional*, defaults to `False`): Cut a task's contexts that are longer than the models
+            allow, instead of skipping them; either is counted.
+        gate ([`Gate`], *optional*): Adds the arms that a verdict needs, and the verdict.
+        fit_corpus (`Iterable[str]`, *optional*): The documents of the fit: test documents that share a run of 13 words
+            with them are counted and named.
+        results (`str`, `os.PathLike` or [`ResultStore`], *optional*): A file for the results of each example as they
+            come. What it holds already is not computed again.
         cost (`bool`, *optional*, defaults to `True`): Whether to measure times and sizes too.
         cost_context_length (`int`, *optional*, defaults to `context_length`): Tokens of context that cost is measured
             on; the text is then taken from all documents, joined.
         progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar.
 
     Returns:
-        `dict`: Ready for JSON. What was not measured is absent; `notes` says why where it could be expected.
+        `dict`: Ready for JSON. What was not measured is absent; `notes` says why where it could be expected, and
+        `missing` what an arm crashed with.
 
     Raises:
-        ValueError: On an unknown arm or plan, a bad `context_length`, `limit` or `batch_size`, a missing twin or
-            source, a model in training mode, too few long documents, or an NLL that is not finite.
+        ValueError: On an unknown arm, task or plan, a bad `context_length`, `limit` or `batch_size`, a missing twin or
+            source, a model in training mode, too few long documents, results of other settings in the file, or where
+            no arm goes through.
     """
+    tasks = dict(tasks or {})
+    if documents is None and not tasks:
+        raise ValueError("`documents` and `tasks` are both missing: there is nothing to measure on. Give one of them.")
+    if closed_sets not in CLOSED_SETS:
+        raise ValueError(f"`closed_sets` must be one of {', '.join(CLOSED_SETS)}, got {closed_sets!r}.")
     arms = check_settings(
         translator,
         arms=arms,
+        tasks=tasks,
         context_length=context_length,
         limit=limit,
         batch_size=batch_size,
         replay=replay,
         cost_context_length=cost_context_length,
+        gate=gate,
     )
-    _check_models(arms, translator, no_source, source, target)
-    documents = list(iterate_documents(documents))
+    _check_models(arms, translator, no_source, source, target, baselines or {})
     prefix_ids = list(translator.config.target["prefix_ids"])
-    found = cut_windows(
-        documents, target_tokenizer, prefix_ids=prefix_ids, context_length=context_length, limit=limit, seed=seed
-    )
-    windows = found.windows
-    if "wrong_document" in arms and len(windows) < 2:
-        raise ValueError(
-            f"`arms` holds wrong_document, which needs at least 2 documents, got {len(windows)} of sufficient length. "
-            "Give more documents, or leave the arm out."
-        )
+    prompters = {}
+    if tasks:
+        prompters["target"] = Prompter.of(target_tokenizer, prefix_ids, prompt_style)
+        if source is not None and any(ARMS[arm].tasks_only for arm in arms):
+            own_prefix = translator.config.source["prefix_ids"]
+            style = "plain" if source_tokenizer.chat_template is None else prompt_style
+            prompters["source"] = Prompter.of(source_tokenizer, own_prefix, style)
     models = Models(
         source=source,
         target=target,
@@ -142,49 +185,132 @@ def evaluate(
         target_tokenizer=target_tokenizer,
         translator=translator,
         no_source=no_source,
-        identity=MoTModel.identity(target, target_tokenizer).eval() if "identity" in arms else None,
+        identity=MoTModel.identity(target, target_tokenizer).eval()
+        if any(ARMS[arm].needs == "identity" for arm in arms)
+        else None,
         prefix_ids=prefix_ids,
         replay=replay,
+        baselines=baselines or {},
+        prompters=prompters,
     )
-    cost_window = windows[0]
-    if cost and cost_context_length not in (None, context_length):
-        cost_window = _joined_window(documents, target_tokenizer, prefix_ids, cost_context_length)
-    nll = _measure(models, windows, arms, batch_size, progress)
-
-    skipped = {"too_short": found.too_short, "split_character": found.split_character}
+    store = results if isinstance(results, ResultStore) else ResultStore(results)
+    settings = {
+        "translator": fingerprint(translator),
+        "replay": str(replay),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "seed": seed,
+    }
     report = {
         "pair": _pair(translator),
         "translator": _describe(translator),
         "replay": replay,
-        "context_length": context_length,
-        "scored_tokens": CONTINUATION_TOKENS - 1,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "n": len(windows),
-        "skipped": {reason: count for reason, count in skipped.items() if count},
+        "dtype": settings["dtype"],
         "seed": seed,
-        **_figures(nll, seed),
+    }
+    tested: dict[str, dict[str, str]] = {}
+    missing: dict[str, dict[str, str]] = {}
+    cost_window = None
+    if documents is not None:
+        documents = list(iterate_documents(documents))
+        found = cut_windows(
+            documents,
+            target_tokenizer,
+            prefix_ids=prefix_ids,
+            context_length=context_length,
+            limit=limit,
+            seed=seed,
+            per_document=1 if context_length < LONG_CONTEXT else WINDOWS_OF_LONG_CONTEXT,
+        )
+        found.windows = grouped(found.windows)
+        cost_window = found.windows[0]
+        if cost and cost_context_length not in (None, context_length):
+            cost_window = _joined_window(documents, target_tokenizer, prefix_ids, cost_context_length)
+        tested[CONTEXT_NLL] = {str(window.document): documents[window.document] for window in found.windows}
+        own_arms = [arm for arm in arms if not ARMS[arm].tasks_only]
+        figures, failed = measure_documents(
+            models, found, own_arms, store, {**settings, "context_length": context_length}, batch_size, progress
+        )
+        report |= figures
+        missing |= {CONTEXT_NLL: failed} if failed else {}
+    for name, examples in tasks.items():
+        # Only what concerns the wrong document in general is of no use for questions.
+        own_arms = [arm for arm in arms if arm != "native_wrong_document"]
+        questions = prepare_questions(TASKS[name], examples, models, limit=limit, seed=seed, truncate=truncate)
+        tested[name] = {question.id: question.example.context for question in questions.items}
+        cost_window = cost_window or _window(questions.items[0])
+        figures, failed = _task(models, name, questions, own_arms, store, settings, closed_sets, batch_size, progress)
+        report.setdefault("tasks", {})[name] = figures
+        missing |= {name: failed} if failed else {}
+    if missing:
+        report["missing"] = missing
+    if fit_corpus is not None:
+        report["overlap"] = _overlap(tested, fit_corpus)
+    if gate is not None:
+        report["gate"] = judge(report, gate)
+    length = len(cost_window.context_ids)
+    native = ARMS["native"].flops(models, length)
+    report["flops_ratios"] = {
+        arm: ARMS[arm].flops(models, length) / native for arm in arms if ARMS[arm].flops is not None
     }
     if cost:
         report["cost"] = measure_cost(models, cost_window)
     report["versions"] = versions()
-    report["documents"] = [
-        {"document": window.document, **{arm: nll[arm][row].item() for arm in arms}}
-        for row, window in enumerate(windows)
-    ]
     return report
 
 
-def _check_models(arms, translator, no_source, source, target) -> None:
-    if "no_source" in arms and no_source is None:
-        raise ValueError(
-            "`no_source` is None, but the arm no_source needs the translator's twin. Pass the one that the fit saved "
-            "in OUT/no_source, or leave the arm out of `arms`."
-        )
+def _task(models, name, questions, arms, store, settings, closed_sets, batch_size, progress):
+    """The report's part on one task, and the arms that crashed."""
+    task, style = TASKS[name], models.prompters["target"].style
+    own = {"version": task.version, "prompt": style, "items": digest(questions.items)}
+    own |= {"closed_sets": closed_sets} if task.closed else {}
+    store.open(name, {**settings, **own})
+    scorer = Scorer(task, models, questions, closed_sets)
+    failed = measure(name, questions.items, arms, models, scorer, store, batch_size=batch_size, progress=progress)
+    results = {arm: store.results(name, arm) for arm in arms if arm not in failed}
+    figures = task_figures(task, questions, results, settings["seed"])
+    return {"prompt": style, **figures}, failed
+
+
+def _overlap(tested: dict[str, dict[str, str]], fit_corpus: Iterable[str]) -> dict[str, Any]:
+    """Test documents that share runs of words with the fit's corpus, counted and named."""
+    texts = {f"{part}\n{name}": text for part, own in tested.items() for name, text in own.items()}
+    named: dict[str, list[str]] = {}
+    for key in shared_runs(texts, fit_corpus):
+        part, _, name = key.partition("\n")
+        named.setdefault(part, []).append(name)
+    return {
+        "run_words": RUN_WORDS,
+        "tested": len(texts),
+        "shared": sum(map(len, named.values())),
+        "documents": named,
+    }
+
+
+def _check_models(arms, translator, no_source, source, target, baselines) -> None:
+    for arm in arms:
+        needs = ARMS[arm].needs
+        if needs == "no_source" and no_source is None:
+            raise ValueError(
+                "`no_source` is None, but the arm no_source needs the translator's twin. Pass the one that the fit "
+                "saved in OUT/no_source, or leave the arm out of `arms`."
+            )
+        if needs == "source" and not translator.config.source_layers:
+            raise ValueError(f"`arms` holds {arm}, but this translator reads no source. Leave the arm out.")
+        if needs in ("raw_copy", "ridge") and needs not in baselines:
+            raise ValueError(
+                f"`arms` holds {arm}, but `baselines` holds none of that name. Make it with hf_mot.baselines, or "
+                "leave the arm out."
+            )
     if source is None and translator.config.source_layers:
         raise ValueError("`source` is None, but this translator reads a source. Pass the source and its tokenizer.")
     for name, model in (("source", source), ("target", target), ("translator", translator), ("no_source", no_source)):
         if model is not None and model.training:
             raise ValueError(f"`{name}` is in training mode, where dropout blurs the figures. Call {name}.eval().")
+
+
+def _window(question) -> Window:
+    """A question in the form that cost is measured on."""
+    return Window(0, question.text, question.context_ids, question.prompt_ids)
 
 
 def _joined_window(documents, tokenizer, prefix_ids, context_length) -> Window:
@@ -202,44 +328,13 @@ def _joined_window(documents, tokenizer, prefix_ids, context_length) -> Window:
     return found.windows[0]
 
 
-def _measure(models, windows, arms, batch_size, progress) -> dict[str, torch.Tensor]:
-    """NLL per arm, `[documents]` in the order of the windows, fp64."""
-    right = torch.tensor([window.continuation_ids for window in windows])
-    nll = {arm: [] for arm in arms}
-    with tqdm(total=len(windows) * len(arms), disable=not progress, unit="window") as bar:
-        for start in range(0, len(windows), batch_size):
-            rows = slice(start, start + batch_size)
-            batch = Batch(models, windows[rows])
-            for arm in arms:
-                bar.set_description(arm, refresh=False)
-                continuation_ids = right.roll(1, dims=0) if ARMS[arm].wrong else right
-                losses = continuation_nll(models.target, ARMS[arm].cache(batch), continuation_ids[rows])
-                for row, loss in enumerate(losses.tolist(), start):
-                    if not math.isfinite(loss):
-                        document = windows[row - ARMS[arm].wrong].document
-                        raise ValueError(
-                            f"The arm {arm} gave an NLL of {loss} for document {document} of `documents`. Check the "
-                            "dtypes of both models and the translator's weights."
-                        )
-                nll[arm].append(losses.double())
-                bar.update(len(losses))
-    # A wrong arm's row was judged on the document before it, and belongs to that one.
-    return {arm: torch.cat(nll[arm]).roll(-1 if ARMS[arm].wrong else 0) for arm in arms}
-
-
-def _figures(nll: dict[str, torch.Tensor], seed: int) -> dict[str, Any]:
-    """Arms and metrics of the report, and notes on the metrics that the arms would allow but the data do not."""
-    figures: dict[str, Any] = {"arms": {arm: {"nll": losses.mean().item()} for arm, losses in nll.items()}}
-    notes = []
-    for metric in METRICS:
-        figure, note = compare(nll, metric, seed=seed)
-        figures |= {metric: figure} if figure else {}
-        notes += [note] if note else []
-    for arm in nll:
-        if arm not in METRICS["recovery"][1]:
-            figure, _ = compare(nll, "recovery", arm, seed=seed)
-            figures["arms"][arm] |= {"recovery": figure} if figure else {}
-    return figures | ({"notes": notes} if notes else {})
+def fingerprint(translator: MoTModel) -> str:
+    """A short hash of a translator's weights, by which its results are known."""
+    digest = hashlib.sha256(translator.config.method.encode())
+    for name, tensor in sorted(translator.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _pair(translator: MoTModel) -> dict[str, str]:

@@ -16,24 +16,34 @@ MIN_CONTEXT = 8
 @dataclass(frozen=True)
 class Window:
     """
-    The start of one document, cut in two.
+    A stretch of one document, cut in two.
 
     Args:
         document (`int`): Index of the document.
         text (`str`): The context's characters, without those of its special tokens: all that a source reads.
         context_ids (`list[int]`): `context_length` ids of the target, its prefix (BOS) included.
         continuation_ids (`list[int]`): The 65 ids that follow.
+        index (`int`, *optional*, defaults to 0): Number of the window within its document.
     """
 
     document: int
     text: str
     context_ids: list[int]
     continuation_ids: list[int]
+    index: int = 0
+
+    @property
+    def id(self) -> str:
+        return f"{self.document}/{self.index}"
+
+    @property
+    def group(self) -> int:
+        return self.document
 
 
 @dataclass
 class Windows:
-    """Windows in seeded order, with the counts of the documents that gave none."""
+    """Windows in seeded order, with the counts of the documents (or windows) that gave none."""
 
     windows: list[Window] = field(default_factory=list)
     too_short: int = 0
@@ -73,9 +83,10 @@ def cut_windows(
     context_length: int,
     limit: int | None = None,
     seed: int = 0,
+    per_document: int = 1,
 ) -> Windows:
     """
-    One window at the start of each document, in an order drawn from `seed`.
+    One window at the start of each document, or several disjoint ones in a row, in an order drawn from `seed`.
 
     Each document is tokenised once, as a whole, so that the continuation is what really follows the context. Documents
     that are too short are counted and skipped, and so are the rare ones whose context would end within a character.
@@ -87,6 +98,8 @@ def cut_windows(
         context_length (`int`): Tokens of context, prefix included.
         limit (`int`, *optional*): Stop at this many windows. All documents by default.
         seed (`int`, *optional*, defaults to 0): Seed of the order.
+        per_document (`int`, *optional*, defaults to 1): Windows of a document, at most; each document gives its first
+            before any gives its second.
 
     Returns:
         `Windows`: The windows; the counts cover the documents looked at before `limit` was reached.
@@ -100,22 +113,24 @@ def cut_windows(
 
     result = Windows()
     own = context_length - len(prefix_ids)  # tokens that come from the document
-    for index in order:
-        if limit is not None and len(result) == limit:
-            break
-        # A special token that is only spelled out in a document stays text.
-        encoding = tokenizer(documents[index], add_special_tokens=False, split_special_tokens=True, verbose=False)
-        ids = encoding["input_ids"]
-        if len(ids) < own + CONTINUATION_TOKENS:
-            result.too_short += 1
-            continue
-        text, _ = decode_with_spans(tokenizer, ids[:own])
-        if text.endswith("\ufffd"):
-            result.split_character += 1
-            continue
-        result.windows.append(
-            Window(index, text, [*prefix_ids, *ids[:own]], ids[own : own + CONTINUATION_TOKENS]),
-        )
+    stride = own + CONTINUATION_TOKENS
+    for number in range(per_document):
+        for index in list(order):
+            if limit is not None and len(result) == limit:
+                return result
+            # A special token that is only spelled out in a document stays text.
+            ids = tokenizer(documents[index], add_special_tokens=False, split_special_tokens=True, verbose=False)[
+                "input_ids"
+            ][number * stride :]
+            if len(ids) < stride:
+                result.too_short += number == 0
+                order.remove(index)
+                continue
+            text, _ = decode_with_spans(tokenizer, ids[:own])
+            if text.endswith("\ufffd") or text.startswith("\ufffd"):
+                result.split_character += 1
+                continue
+            result.windows.append(Window(index, text, [*prefix_ids, *ids[:own]], ids[own:stride], number))
     if not result.windows:
         raise ValueError(
             f"`documents` holds no document of {context_length} + {CONTINUATION_TOKENS} target tokens: "

@@ -1,0 +1,42 @@
+"""Raw copy: the source's cache as it is, the floor of what any fit must beat."""
+
+from torch.nn import functional as F
+
+from hf_mot.baselines.states import as_cache, key_and_value_widths, make_shell
+from hf_mot.cache_mot import TranslatedCache
+from hf_mot.evaluation.arms import Batch
+from hf_mot.modeling_mot import MoTModel
+
+
+class RawCopy:
+    """
+    Each target layer gets the states of the source layer at the same relative depth, keys at the target's positions,
+    channel by channel. Where the two differ in width, channels are left out or filled with zeros.
+
+    Args:
+        translator (`MoTModel`): A translator of the pair.
+    """
+
+    def __init__(self, translator: MoTModel):
+        depth = len(translator.source_geometry.layers)
+        steps = max(1, len(translator.target_geometry.layers) - 1)
+        self.mapping = [
+            round(layer_idx * (depth - 1) / steps) for layer_idx in range(len(translator.target_geometry.layers))
+        ]
+        self.layers = sorted(set(self.mapping))
+        self.shell = make_shell(translator.config.source, translator.config.target, self.layers)
+
+    def __call__(self, batch: Batch) -> TranslatedCache:
+        inputs = batch.inputs(self.shell)
+        source_layers = [self.shell.source_geometry.layers[layer_idx] for layer_idx in self.layers]
+        parts = inputs.source_states.split(key_and_value_widths(source_layers), dim=-1)
+        places = [2 * self.layers.index(layer_idx) + part for layer_idx in self.mapping for part in range(2)]
+        widths = key_and_value_widths(self.shell.target_geometry.layers)
+        states = [
+            F.pad(parts[place][..., :width], (0, max(0, width - parts[place].shape[-1])))
+            for place, width in zip(places, widths, strict=True)
+        ]
+        return as_cache(batch, self.shell, inputs, states)
+
+    def flops(self, context_length: int) -> float:
+        return 0

@@ -1,0 +1,89 @@
+"""What a translator is measured against, kept in its folder: the twin without source, and fitted baselines."""
+
+import argparse
+import os
+from typing import Any
+
+RIDGE_FILE = os.path.join("baselines", "ridge.safetensors")
+
+
+def check_corpus(translator: Any, files: list[str]) -> None:
+    """`--fit-text` must be the text that the fit report names: else overlap and rivals would be of another."""
+    from hf_mot.cli.fit import describe_file
+
+    fitted = (translator.fit_report or {}).get("corpus", [])
+    expected = {entry["sha256"]: entry["name"] for entry in fitted if "sha256" in entry}
+    given = {describe_file(path)["sha256"]: path for path in files}
+    if expected and expected.keys() != given.keys():
+        missing = [name for digest, name in expected.items() if digest not in given]
+        other = [os.path.basename(path) for digest, path in given.items() if digest not in expected]
+        raise ValueError(
+            "`--fit-text` must be what the translator was fitted on"
+            + (f"; missing: {', '.join(missing)}" if missing else "")
+            + (f"; not of it: {', '.join(other)}" if other else "")
+            + "."
+        )
+
+
+def has_twin(name: str) -> bool:
+    return not os.path.isdir(name) or os.path.isdir(os.path.join(name, "no_source"))
+
+
+def must_refit(args: argparse.Namespace) -> bool:
+    return bool(args.fit_text) and not has_twin(args.translator)
+
+
+def load_twin(name: str):
+    """The translator's twin without source, which a fit saves beside it."""
+    from hf_mot.hub.resolve import load_translator
+
+    way_out = "Fit again (hf-mot fit writes it), give --fit-text, or choose --arms without no_source."
+    missing = f"`--arms` holds no_source, but there is no twin in {name}/no_source. {way_out}"
+    if not has_twin(name):
+        raise ValueError(missing)
+    if os.path.isdir(name):
+        return load_translator(os.path.join(name, "no_source"))
+    try:
+        return load_translator(name, subfolder="no_source")
+    except OSError as error:
+        raise ValueError(missing) from error
+
+
+def refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):
+    """The same method at the same budget without source features, kept beside the translator."""
+    from hf_mot.fit import fit
+
+    report, config = translator.fit_report or {}, translator.config
+    options = {name: report[key] for name, key in (("max_tokens", "tokens"), ("seed", "seed")) if key in report}
+    twin = fit(
+        corpus,
+        **pair,
+        method=config.method,
+        rank=config.rank,
+        source_layers=[],
+        embedding_window=config.embedding_window,
+        **options,
+    ).translator
+    twin.save_pretrained(os.path.join(name, "no_source"))
+    return twin
+
+
+def make_baselines(args: argparse.Namespace, arms: list[str], translator: Any, corpus: Any, pair: dict[str, Any]):
+    from hf_mot.baselines import RawCopy, Ridge, fit_ridge
+
+    baselines: dict[str, Any] = {}
+    if "raw_copy" in arms:
+        baselines["raw_copy"] = RawCopy(translator)
+    if "ridge" in arms:
+        kept = os.path.join(args.translator, RIDGE_FILE) if os.path.isdir(args.translator) else None
+        if kept is not None and os.path.isfile(kept):
+            baselines["ridge"] = Ridge.load(kept, translator)
+        elif not args.fit_text:
+            raise ValueError("`--arms` holds ridge, which is fitted first. Give --fit-text, or leave the arm out.")
+        else:
+            tokens = (translator.fit_report or {}).get("tokens")
+            budget = {} if tokens is None else {"max_tokens": tokens}
+            baselines["ridge"] = fit_ridge(corpus(), **pair, seed=args.seed, **budget)
+            if kept is not None:
+                baselines["ridge"].save(kept)
+    return baselines

@@ -1,0 +1,131 @@
+"""The loop over batches and arms: what is scored once is never scored again, and a crash in one arm is its own."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from hf_mot.evaluation.arms import ARMS, Batch, Models
+from hf_mot.evaluation.store import ResultStore
+
+logger = logging.get_logger(__name__)
+
+CRASHES = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, OSError)
+
+
+class Item(Protocol):
+    """What is scored: a context with an id of its own and, in `group`, what it shares with others (a document)."""
+
+    id: str
+    group: Any
+    text: str
+    context_ids: list[int]
+
+
+def grouped(items: Sequence[Item]) -> list[Item]:
+    """The items with those of one group next to each other, else in the same order."""
+    groups: dict[Any, list[Item]] = {}
+    for item in items:
+        groups.setdefault(item.group, []).append(item)
+    return [item for members in groups.values() for item in members]
+
+
+def partner_shift(items: Sequence[Item], arms: str = "wrong_document") -> int:
+    """
+    How far ahead in the (grouped) order another document surely is: 1 where each has one item. `arms` need it.
+
+    Raises:
+        ValueError: If there is none, or one document has more items than all others together.
+    """
+    sizes: dict[Any, int] = {}
+    for item in items:
+        sizes[item.group] = sizes.get(item.group, 0) + 1
+    shift = max(sizes.values())
+    others = [items[(index + shift) % len(items)] for index in range(len(items))]
+    if len(sizes) < 2 or any(item.group == other.group for item, other in zip(items, others, strict=True)):
+        raise ValueError(
+            f"`arms` holds {arms}, which needs at least 2 documents, got {len(sizes)} of sufficient length, or one "
+            "has more windows or questions than all others together. Give more documents, or leave the arm out."
+        )
+    return shift
+
+
+def measure(
+    part: str,
+    items: Sequence[Item],
+    arms: Sequence[str],
+    models: Models,
+    score: Callable[[str, Batch, list[int]], list[dict[str, Any]]],
+    store: ResultStore,
+    *,
+    batch_size: int = 4,
+    progress: bool = True,
+) -> dict[str, str]:
+    """
+    Scores all items in all arms.
+
+    Args:
+        part (`str`): What the results belong to.
+        items (`Sequence[Item]`): Grouped, in the order in which they are read.
+        arms (`Sequence[str]`): Keys of `ARMS`.
+        models (`Models`): All that the arms may use.
+        score (`Callable`): From an arm's name, contexts and the numbers of the items that are judged on its caches of
+            these to a result each.
+        store (`ResultStore`): Keeps the results.
+        batch_size (`int`, *optional*, defaults to 4): Contexts read together; changes nothing but speed and memory.
+        progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar.
+
+    Returns:
+        `dict`: Why an arm has not all its results, by its name.
+
+    Raises:
+        ValueError, RuntimeError, …: What the last arm crashed with, if none has gone through.
+    """
+    needs_other = [arm for arm in arms if ARMS[arm].wrong or arm == "wrong_source"]
+    shift = partner_shift(items, ", ".join(needs_other)) if needs_other else 0
+    failed: dict[str, str] = {}
+    done = sum(item.id in store.results(part, arm) for arm in arms for item in items)
+    with tqdm(
+        total=len(items) * len(arms), initial=done, desc=part, disable=not progress, unit="example", smoothing=0.05
+    ) as bar:
+        for start in range(0, len(items), batch_size):
+            contexts = range(start, min(start + batch_size, len(items)))
+            batch = _batch(models, items, list(contexts), shift)
+            for arm in arms:
+                if arm in failed:
+                    continue
+                judged = {row: (row - shift) % len(items) if ARMS[arm].wrong else row for row in contexts}
+                known = store.results(part, arm)
+                pending = [row for row in contexts if items[judged[row]].id not in known]
+                if not pending:
+                    continue
+                bar.set_postfix_str(arm, refresh=False)
+                # What a killed run left of a batch is read alone: nothing is scored twice.
+                own = batch if len(pending) == len(contexts) else _batch(models, items, pending, shift)
+                rows = [judged[row] for row in pending]
+                try:
+                    results = score(arm, own, rows)
+                except CRASHES as error:
+                    if set(arms) == {*failed, arm}:
+                        raise
+                    failed[arm] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                    logger.warning(f"The arm {arm} of {part} crashed and is left out: {failed[arm]}")
+                    continue
+                store.add(part, arm, [(items[row].id, result) for row, result in zip(rows, results, strict=True)])
+                bar.update(len(rows))
+    return failed
+
+
+def _batch(models: Models, items: Sequence[Item], rows: list[int], shift: int) -> Batch:
+    others = [items[(row + shift) % len(items)] for row in rows] if shift else []
+    return Batch(models, [items[row] for row in rows], others)
+
+
+def digest(items: Sequence[Item]) -> str:
+    """A short hash of the items and their order, by which results of others are told from theirs."""
+    found = hashlib.sha256()
+    for item in items:
+        found.update(f"{item.id}\n{item.text}\n".encode())
+    return found.hexdigest()[:16]

@@ -1,0 +1,85 @@
+"""Results per example, kept in a file as they come: a run that was killed goes on where it stopped."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class ResultStore:
+    """
+    Results by part (`"context_nll"` or a task), arm and example. With a path, each batch is written at once as lines
+    of JSON, and what is there already is not computed again.
+
+    Args:
+        path (`str` or `os.PathLike`, *optional*): The file; its folder must exist. By default results are in memory.
+        overwrite (`bool`, *optional*, defaults to `False`): Starts anew, whatever is in the file.
+
+    Raises:
+        ValueError: If the file holds something else.
+    """
+
+    def __init__(self, path: str | os.PathLike | None = None, overwrite: bool = False):
+        self.path = None if path is None else Path(path)
+        self._settings: dict[str, dict[str, Any]] = {}
+        self._results: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+        if self.path is not None and overwrite:
+            self.path.unlink(missing_ok=True)
+        if self.path is not None and self.path.exists():
+            self._read(self.path)
+
+    def open(self, part: str, settings: Mapping[str, Any]) -> None:
+        """
+        Starts a part, or goes on with it.
+
+        Raises:
+            ValueError: If the file's results were made with other settings, e.g. another version of the task.
+        """
+        known = self._settings.get(part)
+        if known is None:
+            self._settings[part] = dict(settings)
+            self._write([{"part": part, "settings": dict(settings)}])
+            return
+        for key in dict.fromkeys([*settings, *known]):
+            if known.get(key) != settings.get(key):
+                raise ValueError(
+                    f"{self.path} holds results of {part} with {key} {known.get(key)!r}, but this run has "
+                    f"{settings.get(key)!r}, and the two cannot be mixed. Choose another file, or overwrite this one."
+                )
+
+    def results(self, part: str, arm: str) -> dict[str, dict[str, Any]]:
+        """What there is of an arm, by the example's id."""
+        return self._results.get(part, {}).get(arm, {})
+
+    def add(self, part: str, arm: str, rows: Iterable[tuple[str, dict[str, Any]]]) -> None:
+        """Keeps the results of some examples."""
+        rows = list(rows)
+        self._results.setdefault(part, {}).setdefault(arm, {}).update(rows)
+        self._write([{"part": part, "arm": arm, "id": name, **result} for name, result in rows])
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        if self.path is None or not lines:
+            return
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+
+    def _read(self, path: Path) -> None:
+        whole = 0  # bytes up to the end of the last whole line: a killed run may leave half of one
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    row = json.loads(line)
+                    part = row.pop("part")
+                    if "settings" in row:
+                        self._settings[part] = row["settings"]
+                    else:
+                        self._results.setdefault(part, {}).setdefault(row.pop("arm"), {})[row.pop("id")] = row
+                except (ValueError, KeyError, AttributeError) as error:
+                    raise ValueError(
+                        f"{path}, line {number}, is no result of an evaluation. Choose another file, or overwrite it."
+                    ) from error
+                whole += len(line)
+        os.truncate(path, whole)

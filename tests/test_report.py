@@ -1,0 +1,241 @@
+import argparse
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from conftest import make_documents
+from evaluation_pair import make_examples, make_pair, write_examples
+
+from hf_mot.cli.evaluate import add_arguments, run
+from hf_mot.cli.rivals import check_corpus
+from hf_mot.evaluation import arms
+from hf_mot.evaluation import report as report_module
+from hf_mot.evaluation.report import plain_words, render_markdown, render_page, table, write_report
+from hf_mot.evaluation.tasks import TASKS
+
+
+def interval(value):
+    return {"value": value, "low": value - 0.1, "high": value + 0.1}
+
+
+def make_report(**changes):
+    task = {
+        "metric": "f1",
+        "version": "1",
+        "n": 40,
+        "prompt": "plain",
+        "native": 0.31,
+        "no_context": 0.04,
+        "translated": 0.12,
+        "em": {"native": 0.2, "no_context": 0.0, "translated": 0.05},
+        "intervals": {arm: {"low": 0.0, "high": 1.0} for arm in ("native", "no_context", "translated")},
+        "counts": True,
+        "answer_nll": {"native": 1.0, "no_context": 3.0, "translated": 2.0, "recovery": interval(0.5)},
+    }
+    task["answer_nll"]["recoveries"] = {"translated": interval(0.5)}
+    closed = {**task, "metric": "accuracy", "native": 0.6, "translated": 0.5, "counts": False}
+    return {
+        "pair": {"source": "a/<b>", "target": "c"},
+        "translator": {"method": "reduced_rank", "rank": 8},
+        "replay": "none",
+        "context_length": 256,
+        "n": 128,
+        "dtype": "float32",
+        "seed": 0,
+        "skipped": {},
+        "arms": {
+            "native": {"nll": 3.0},
+            "no_context": {"nll": 4.0},
+            "translated": {"nll": 3.3, "recovery": interval(0.7)},
+        },
+        "recovery": interval(0.7),
+        "better_by": {"wrong_document": interval(0.4), "no_source": interval(0.05)},
+        "similarity": {"translated": {"keys": 0.91, "values": 0.62, "attention": 0.8}},
+        "flops_ratios": {"native": 1.0, "no_context": 0.0, "translated": 0.12},
+        "tasks": {"squad": task, "boolq": closed, "pubmedqa": closed},
+        "missing": {"squad": {"ridge": "RuntimeError: gone"}},
+        "versions": {"hf_mot": "0"},
+        "command": "hf-mot evaluate mot",
+        **changes,
+    }
+
+
+def test_table_has_an_arm_a_row_and_averages_of_each_kind():
+    head, rows = table(make_report())
+    assert head[:6] == ["arm", "cos K", "cos V", "cos attention", "NLL", "recovery"]
+    assert [row[0] for row in rows] == ["native", "no_context", "translated"]
+    own = dict(zip(head, rows[2], strict=True))
+    assert own["recovery"] == "0.70 [0.60, 0.80]"
+    assert (own["BoolQ"], own["accuracy, mean"], own["SQuAD"]) == ("0.500", "0.500", "0.120")
+    assert (own["cos K"], own["FLOPs / native"]) == ("0.91", "0.120")
+    assert "F1, mean" not in head  # of one task alone
+
+
+def test_bad_news_is_said_in_words():
+    said = " ".join(plain_words(make_report(gate={"passed": False, "reasons": ["squad: no"]})))
+    assert "clearly better than wrong document: by 0.400 nats" in said
+    assert "NOT clearly better than no source" in said
+    assert "BoolQ counts in no verdict" in said
+    assert "Missing: ridge of squad, which crashed (RuntimeError: gone)" in said
+    assert "The gate is NOT passed: squad: no." in said
+
+
+def test_markdown_names_command_and_picture():
+    text = render_markdown(make_report(), "plot.png")
+    assert "| translated | 0.91 | 0.62 | 0.80 | 3.300 | 0.70 [0.60, 0.80] |" in text
+    assert "![recovery against cost](plot.png)" in text and "- command: `hf-mot evaluate mot`" in text
+
+
+def test_page_needs_no_other_file_and_escapes_names(tmp_path):
+    (tmp_path / "plot.png").write_bytes(b"picture")
+    page = render_page(make_report(gate={"passed": True, "reasons": []}), tmp_path / "plot.png")
+    assert "data:image/png;base64,cGljdHVyZQ==" in page
+    assert "a/&lt;b&gt; → c" in page and "<b>" not in page
+    assert "gate passed" in page
+    assert not re.findall(r"(?:src|href)=\"(?!data:)", page)
+
+
+def test_report_writes_four_files(tmp_path):
+    pytest.importorskip("matplotlib")
+    page = write_report(make_report(), tmp_path / "out")
+    assert page.name == "report.html"
+    assert {path.name for path in page.parent.iterdir()} == {
+        "report.html",
+        "report.json",
+        "report.md",
+        "recovery_against_cost.png",
+    }
+    assert (page.parent / "recovery_against_cost.png").read_bytes()[1:4] == b"PNG"
+    assert json.loads((page.parent / "report.json").read_text()) == make_report()
+
+
+def test_report_without_matplotlib_says_so_first(monkeypatch, tmp_path):
+    monkeypatch.setattr(report_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install hf-mot\[report\]"):
+        run_command("absent", "--text", "absent.txt", "--report", str(tmp_path / "out"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A pair, its translator with twin, text and questions on disk."""
+    pair, folder = make_pair(), tmp_path_factory.mktemp("command")
+    for side in ("source", "target"):
+        pair[side].save_pretrained(folder / side)
+        pair[f"{side}_tokenizer"].save_pretrained(folder / side)
+    pair["translator"].fit_report = {"tokens": 2000, "seed": 0}
+    pair["translator"].save_pretrained(folder / "mot")
+    pair["no_source"].save_pretrained(folder / "mot" / "no_source")
+    pair["translator"].save_pretrained(folder / "alone")
+    (folder / "text.txt").write_text("\n<|endoftext|>\n".join(make_documents(3)), encoding="utf-8")
+    (folder / "fit.txt").write_text("\n<|endoftext|>\n".join(make_documents(40, seed=5)), encoding="utf-8")
+    write_examples(folder / "data", "squad", make_examples(4))
+    write_examples(folder / "data", "boolq", make_examples(4, closed=True))
+    return folder
+
+
+def run_command(translator, *arguments):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    argv = [str(translator), *map(str, arguments)]
+    return run(argparse.Namespace(**vars(parser.parse_args(argv)), argv=["evaluate", *argv]))
+
+
+def models(folder):
+    return ["--source", folder / "source", "--target", folder / "target", "--no-cost", "--context", "24"]
+
+
+def test_command_on_tasks_writes_figures_and_examples(folder, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    arguments = ["--data", folder / "data", "--tasks", "squad,boolq", *models(folder), "--json", out]
+    assert run_command(folder / "mot", *arguments) == 0
+    report, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert set(report["tasks"]) == {"squad", "boolq"} and "arms" not in report
+    assert "squad: 4 questions, plain prompt, version 1" in printed
+    lines = [json.loads(line) for line in (tmp_path / "out.examples.jsonl").read_text().splitlines()]
+    assert len([line for line in lines if line.get("arm") == "translated"]) == 8
+    assert run_command(folder / "mot", *arguments) == 0  # goes on, with nothing left to do
+    with pytest.raises(ValueError, match="out.examples.jsonl holds results of squad with seed 0"):
+        run_command(folder / "mot", *arguments, "--seed", "1")
+    assert run_command(folder / "mot", *arguments, "--seed", "1", "--overwrite") == 0
+
+
+def test_command_runs_all_arms_and_fits_what_is_missing_once(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "squad", replace(TASKS["squad"], max_new_tokens=3))
+    monkeypatch.setattr(arms, "SUMMARY_TOKENS", 6)
+    arguments = ["--text", folder / "text.txt", "--data", folder / "data", "--tasks", "squad", "--arms", "all"]
+    arguments += [*models(folder), "--fit-text", folder / "fit.txt", "--json", tmp_path / "out.json"]
+    assert run_command(folder / "alone", *arguments) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert {"ridge", "raw_copy", "no_source", "wrong_source", "random_cache"} <= set(report["arms"])
+    assert {"text_handoff", "source_alone", "ridge"} <= set(report["tasks"]["squad"]["intervals"])
+    assert report["overlap"]["tested"] == 7
+    made = folder / "alone" / "baselines" / "ridge.safetensors", folder / "alone" / "no_source" / "model.safetensors"
+    times = [path.stat().st_mtime_ns for path in made]
+    assert run_command(folder / "alone", *arguments, "--arms", "native,ridge,no_source", "--overwrite") == 0
+    assert [path.stat().st_mtime_ns for path in made] == times
+
+
+def test_all_arms_without_text_to_fit_on_are_those_that_are_there(folder, tmp_path):
+    out = tmp_path / "out.json"
+    assert (
+        run_command(folder / "mot", "--text", folder / "text.txt", "--arms", "all", *models(folder), "--json", out)
+        == 0
+    )
+    measured = json.loads(out.read_text())["arms"]
+    assert "no_source" in measured and not {"ridge", "text_handoff"} & set(measured)
+
+
+def test_gate_sets_the_exit_code(folder, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    arguments = ["--text", folder / "text.txt", *models(folder), "--gate", "--json", out]
+    assert run_command(folder / "mot", *arguments) == 1
+    assert "gate: NOT PASSED" in capsys.readouterr().out
+    assert json.loads(out.read_text())["gate"]["passed"] is False
+
+
+def test_prompts_are_shown_without_loading_a_model(folder, capsys):
+    arguments = ["--data", folder / "data", "--tasks", "squad", "--show-prompts"]
+    arguments += ["--source", folder / "source", "--target", folder / "target"]
+    assert run_command(folder / "mot", *arguments) == 0
+    printed = capsys.readouterr().out
+    assert "--- target, squad" in printed and "--- source, squad" in printed
+    assert "Question: What is the capital of France?\nAnswer: Paris" in printed
+
+
+def test_report_of_the_command(folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    arguments = ["--text", folder / "text.txt", *models(folder), "--report", tmp_path / "out"]
+    assert run_command(folder / "mot", *arguments) == 0
+    assert {"report.html", "report.json", "report.md", "examples.jsonl"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "`--text` and `--tasks` are both missing"),
+        (["--tasks", "sqad"], "'sqad', which is no task. Did you mean squad"),
+        (["--tasks", "squad", "--data", "absent"], "has no folder squad"),
+        (["--text", "text.txt", "--arms", "rigde", "--source", "absent"], "Did you mean ridge"),
+        (["--text", "text.txt", "--gate", "--gate-recovery", "2"], "`recovery` of the gate must lie in 0..1, got 2.0"),
+    ],
+)
+def test_bad_arguments_are_found_before_a_model_is_loaded(folder, monkeypatch, arguments, message):
+    monkeypatch.chdir(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run_command("mot", *arguments)
+
+
+def test_ridge_without_text_to_fit_on_is_asked_for(folder, monkeypatch):
+    with pytest.raises(ValueError, match="`--arms` holds ridge, which is fitted first. Give --fit-text"):
+        run_command(folder / "mot", "--text", folder / "text.txt", "--arms", "native,ridge", *models(folder))
+
+
+def test_text_that_is_not_the_fits_own_is_refused(folder, tmp_path):
+    class Translator:
+        fit_report = {"corpus": [{"name": "train.txt", "sha256": "0" * 64}]}
+
+    with pytest.raises(ValueError, match="missing: train.txt; not of it: fit.txt"):
+        check_corpus(Translator, [str(folder / "fit.txt")])

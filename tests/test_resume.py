@@ -1,0 +1,129 @@
+"""Results of each example are kept as they come: what is there is never scored again, nor mixed with others."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from conftest import make_documents
+from evaluation_pair import make_examples, make_pair
+
+from hf_mot.evaluation import context_nll, evaluate, question_answering, runner
+from hf_mot.evaluation.store import ResultStore
+from hf_mot.evaluation.tasks import TASKS
+
+ARMS = ["native", "no_context", "translated", "wrong_document"]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return {**make_pair(), "arms": ARMS, "batch_size": 2}
+
+
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch):
+    monkeypatch.setitem(TASKS, "squad", replace(TASKS["squad"], max_new_tokens=4))
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """(arm, number of the item) of every score, and after how many of them the run is killed."""
+    calls = {"done": [], "kill_after": None}
+    original, nll = question_answering.Scorer.__call__, context_nll.continuation_nll
+
+    def score(self, arm, batch, rows):
+        if calls["kill_after"] is not None and len(calls["done"]) >= calls["kill_after"]:
+            raise Killed
+        calls["done"] += [(arm, row) for row in rows]
+        return original(self, arm, batch, rows)
+
+    def losses(*args):
+        if calls["kill_after"] is not None and len(calls["done"]) >= calls["kill_after"]:
+            raise Killed
+        result = nll(*args)
+        calls["done"] += [("nll", None)] * len(result)
+        return result
+
+    monkeypatch.setattr(question_answering.Scorer, "__call__", score)
+    monkeypatch.setattr(context_nll, "continuation_nll", losses)
+    return calls
+
+
+def test_killed_run_goes_on_where_it_stopped(pair, scored, tmp_path):
+    tasks, documents = {"squad": make_examples(5)}, make_documents(3)
+    whole = evaluate(documents=documents, tasks=tasks, **pair)
+    scored["done"].clear()
+    file = tmp_path / "out.examples.jsonl"
+    for kill_after in (5, 17, 23, None):
+        scored["kill_after"] = kill_after
+        if kill_after is None:
+            resumed = evaluate(documents=documents, tasks=tasks, results=file, **pair)
+        else:
+            with pytest.raises(Killed):
+                evaluate(documents=documents, tasks=tasks, results=file, **pair)
+    questions = [call for call in scored["done"] if call[1] is not None]
+    assert len(questions) == len(set(questions)) == 5 * 4
+    assert resumed == whole
+    scored["done"].clear()
+    assert evaluate(documents=documents, tasks=tasks, results=file, **pair) == whole
+    assert not scored["done"]
+
+
+def test_half_a_line_is_taken_away(pair, scored, tmp_path):
+    tasks, file = {"squad": make_examples(4)}, tmp_path / "results.jsonl"
+    whole = evaluate(tasks=tasks, results=file, **pair)
+    text = file.read_bytes()
+    file.write_bytes(text[:-20])
+    scored["done"].clear()
+    assert evaluate(tasks=tasks, results=file, **pair) == whole
+    assert len(scored["done"]) == 1
+    assert sorted(file.read_bytes().splitlines()) == sorted(text.splitlines())
+
+
+def test_an_arm_can_be_added_later(pair, scored, tmp_path):
+    tasks, file = {"squad": make_examples(4)}, tmp_path / "results.jsonl"
+    evaluate(tasks=tasks, results=file, **{**pair, "arms": ["native"]})
+    scored["done"].clear()
+    report = evaluate(tasks=tasks, results=file, **{**pair, "arms": ["native", "no_context"]})
+    assert {arm for arm, _ in scored["done"]} == {"no_context"}
+    assert {"native", "no_context"} <= report["tasks"]["squad"].keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "results of squad with seed 0, but this run has 1"),
+        ({"limit": 2}, "results of squad with items"),
+    ],
+)
+def test_results_of_other_settings_are_not_mixed_in(pair, tmp_path, change, message):
+    file = tmp_path / "results.jsonl"
+    evaluate(tasks={"squad": make_examples(3)}, results=file, **pair)
+    with pytest.raises(ValueError, match=message):
+        evaluate(tasks={"squad": make_examples(3)}, results=file, **{**pair, **change})
+
+
+def test_results_of_another_task_version_are_not_mixed_in(pair, tmp_path, monkeypatch):
+    file = tmp_path / "results.jsonl"
+    evaluate(tasks={"squad": make_examples(3)}, results=file, **pair)
+    monkeypatch.setitem(TASKS, "squad", replace(TASKS["squad"], version="2"))
+    with pytest.raises(ValueError, match="holds results of squad with version '1', but this run has '2'"):
+        evaluate(tasks={"squad": make_examples(3)}, results=file, **pair)
+    store = ResultStore(file, overwrite=True)
+    assert evaluate(tasks={"squad": make_examples(3)}, results=store, **pair)["tasks"]["squad"]["version"] == "2"
+
+
+def test_another_translator_is_another_fingerprint(pair):
+    assert runner.fingerprint(pair["translator"]) == runner.fingerprint(pair["translator"])
+    assert runner.fingerprint(pair["translator"]) != runner.fingerprint(pair["no_source"])
+
+
+def test_file_of_something_else_is_not_touched(tmp_path):
+    file = tmp_path / "notes.jsonl"
+    file.write_text('{"part": "squad", "settings": {}}\n{"name": "Ada"}\n')
+    with pytest.raises(ValueError, match=r"notes\.jsonl, line 2, is no result of an evaluation"):
+        ResultStore(file)
+    assert json.loads(file.read_text().splitlines()[1]) == {"name": "Ada"}

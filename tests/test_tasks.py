@@ -1,0 +1,246 @@
+import gzip
+import json
+import sys
+
+import pytest
+from conftest import make_tokenizer
+from evaluation_pair import make_examples, write_examples
+
+from hf_mot.evaluation import hub_tasks
+from hf_mot.evaluation.hub_tasks import load_hub_examples
+from hf_mot.evaluation.prompts import Prompter, cut_to_fit
+from hf_mot.evaluation.tasks import TASKS, find_task, load_examples
+
+ROW = {"id": "squad/1", "context": "Ada lives in Bern.", "question": "Where?", "answers": ["Bern"], "choices": None}
+
+
+def folder_with(tmp_path, task, rows, name="dev.jsonl"):
+    (tmp_path / task).mkdir()
+    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    data = text.encode()
+    (tmp_path / task / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["dev.jsonl", "dev.jsonl.gz"])
+def test_examples_are_read_from_lines(tmp_path, name):
+    row = {**ROW, "task": "squad"}
+    (example,) = load_examples(folder_with(tmp_path, "squad", [row, ""], name), "squad")
+    assert (example.id, example.context, example.question) == ("squad/1", "Ada lives in Bern.", "Where?")
+    assert (example.answers, example.choices, example.category) == (("Bern",), None, None)
+
+
+def test_category_is_the_middle_of_the_id():
+    even, odd = make_examples(2)
+    assert (even.category, odd.category) == ("even", "odd")
+
+
+@pytest.mark.parametrize("key", ["id", "context", "question", "answers", "choices", "task"])
+def test_missing_key_names_file_line_and_key(tmp_path, key):
+    good = {**ROW, "task": "squad"}
+    bad = {name: value for name, value in good.items() if name != key}
+    with pytest.raises(ValueError, match=rf"squad.dev\.jsonl, line 3: the key '{key}' is missing"):
+        load_examples(folder_with(tmp_path, "squad", [good, "", bad]), "squad")
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "message"),
+    [
+        ("squad", {"context": " "}, "line 1: 'context' must be a text that is not empty, got ' '"),
+        ("squad", {"answers": []}, r"line 1: 'answers' must be a list of texts that are not empty, got \[\]"),
+        ("squad", {"answers": "Bern"}, "line 1: 'answers' must be a list"),
+        ("boolq", {}, "line 1: 'choices' must be a list"),
+        ("boolq", {"choices": ["yes", "no"]}, r"'answers' must be one of 'choices' \['yes', 'no'\], got \['Bern'\]"),
+    ],
+)
+def test_wrong_values_are_named(tmp_path, task, change, message):
+    with pytest.raises(ValueError, match=message):
+        load_examples(folder_with(tmp_path, task, [{**ROW, "task": task, **change}]), task)
+
+
+def test_what_is_no_json_or_damaged_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"dev\.jsonl, line 2, is not JSON"):
+        load_examples(
+            folder_with(
+                tmp_path,
+                "squad",
+                [{**ROW, "task": "squad"}, '{"id": '],
+            ),
+            "squad",
+        )
+    (tmp_path / "boolq").mkdir()
+    (tmp_path / "boolq" / "dev.jsonl.gz").write_bytes(gzip.compress(b"{}" * 500)[:20])
+    with pytest.raises(ValueError, match=r"dev\.jsonl\.gz is gzipped, but damaged"):
+        load_examples(tmp_path, "boolq")
+
+
+def test_task_that_is_empty_twice_there_or_not_there(tmp_path):
+    folder_with(tmp_path, "squad", [""])
+    with pytest.raises(ValueError, match="The task squad is empty"):
+        load_examples(tmp_path, "squad")
+    with pytest.raises(FileNotFoundError, match="has no folder boolq for the task; there are squad"):
+        load_examples(tmp_path, "boolq")
+    row = {**ROW, "task": "hotpotqa"}
+    with pytest.raises(ValueError, match="the id 'squad/1' is there twice"):
+        load_examples(folder_with(tmp_path, "hotpotqa", [row, row]), "hotpotqa")
+
+
+def test_unknown_task_is_named_with_the_one_meant():
+    with pytest.raises(ValueError, match="'sqad', which is no task. Did you mean squad"):
+        find_task("sqad")
+
+
+def test_newsqa_is_read_as_its_authors_publish_it(tmp_path):
+    text = "By Ann -- The ferry sank. Nobody was hurt, she said."
+    span = {"s": text.index("ferry"), "e": text.index(" sank")}
+    questions = [
+        {"q": " What sank?", "consensus": span, "validatedAnswers": [{**span, "s": span["s"] - 4, "count": 1}]},
+        {"q": "Why?", "consensus": {"noAnswer": True}},
+        {"q": "x", "consensus": {"badQuestion": True}},
+    ]
+    stories = [
+        {"storyId": "./cnn/stories/ab12.story", "type": "test", "text": text, "questions": questions},
+        {"storyId": "./cnn/stories/cd34.story", "type": "train", "text": text, "questions": questions},
+    ]
+    (tmp_path / "newsqa").mkdir()
+    file = tmp_path / "newsqa" / "combined-newsqa-data-v1.json"
+    file.write_text(json.dumps({"data": stories, "version": "1"}))
+    (example,) = load_examples(tmp_path, "newsqa")
+    assert (example.id, example.question) == ("newsqa/ab12-0", "What sank?")
+    assert (example.answers, example.context) == (("ferry", "The ferry"), text)
+    file.write_text(json.dumps({"data": [{"type": "test"}]}))
+    with pytest.raises(ValueError, match="story 0: the key 'text' is missing"):
+        load_examples(tmp_path, "newsqa")
+
+
+def test_doc2dial_is_read_as_its_authors_publish_it(tmp_path):
+    text = "Bring your card. Open at nine. Closed on Sunday."
+    spans = {
+        str(number): {"start_sp": text.index(part), "end_sp": text.index(part) + len(part)}
+        for number, part in enumerate(["Bring your card.", "Open at nine.", "Closed on Sunday."])
+    }
+    turns = [
+        {"turn_id": 1, "role": "user", "utterance": "When?", "references": []},
+        {"turn_id": 2, "role": "agent", "utterance": "At nine.", "references": [{"sp_id": "1"}, {"sp_id": "2"}]},
+        {"turn_id": 3, "role": "user", "utterance": "Thanks.", "references": []},
+        {"turn_id": 4, "role": "agent", "utterance": "Bye.", "references": []},
+    ]
+    (tmp_path / "doc2dial").mkdir()
+    document = {"doc_data": {"dmv": {"doc-1": {"doc_text": text, "spans": spans}}}}
+    dialogue = {"dial_data": {"dmv": {"doc-1": [{"dial_id": "d7", "turns": turns}]}}}
+    (tmp_path / "doc2dial" / "doc2dial_doc.json").write_text(json.dumps(document))
+    with pytest.raises(FileNotFoundError, match=r"doc2dial_dial_validation\.json is not there"):
+        load_examples(tmp_path, "doc2dial")
+    (tmp_path / "doc2dial" / "doc2dial_dial_validation.json").write_text(json.dumps(dialogue))
+    (example,) = load_examples(tmp_path, "doc2dial")
+    assert (example.id, example.category) == ("doc2dial/dmv/d7_1", "dmv")
+    assert (example.question, example.answers) == ("user: When?", ("Open at nine. Closed on Sunday.",))
+
+
+HUB_ROWS = {
+    "squad": {"id": "7", "context": "c", "question": "q", "answers": {"text": ["x", "x", "y"], "answer_start": [0]}},
+    "boolq": {"passage": "c", "question": "q", "answer": False},
+    "pubmedqa": {"pubid": 7, "context": {"contexts": ["c", "d"]}, "question": "q", "final_decision": "maybe"},
+    "hotpotqa": {
+        "id": "7",
+        "question": "q",
+        "answer": "x",
+        "context": {"title": ["T", "U"], "sentences": [["One. ", "Two."], ["Three."]]},
+    },
+    "mmlu_redux": {"question": "q", "choices": ["a", "b", "c", "d"], "answer": 2, "error_type": "ok"},
+}
+
+
+@pytest.mark.parametrize("task", HUB_ROWS)
+def test_rows_of_the_hub_become_examples(task, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = [HUB_ROWS[task]]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: datasets.Dataset.from_list(rows))
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda repository: ["law"])
+    (example,) = load_hub_examples(task)
+    expected = {
+        "squad": ("squad/7", "c", ("x", "y"), None),
+        "boolq": ("boolq/0", "c", ("no",), ("yes", "no")),
+        "pubmedqa": ("pubmedqa/7", "c\nd", ("maybe",), ("yes", "no", "maybe")),
+        "hotpotqa": ("hotpotqa/7", "Passage 1:\nT\nOne. Two.\n\nPassage 2:\nU\nThree.", ("x",), None),
+        "mmlu_redux": ("mmlu_redux/law/0", "q\nA. a\nB. b\nC. c\nD. d", ("c",), ("a", "b", "c", "d")),
+    }[task]
+    assert (example.id, example.context, example.answers, example.choices) == expected
+
+
+def test_hub_without_datasets_or_task_or_column(monkeypatch):
+    with pytest.raises(ValueError, match="hotpotqa_long, which is not on the Hub"):
+        load_hub_examples("hotpotqa_long")
+    with pytest.raises(ValueError, match="row 0: the column 'passage' is missing"):
+        list(hub_tasks._converted([{"question": "q", "answer": True}], hub_tasks._boolq, "google/boolq"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"pip install hf-mot\[data\]"):
+        load_hub_examples("squad")
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=str)
+def test_demonstrations_show_the_form_in_few_words(task):
+    shown = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in task.demonstrations)
+    assert len(shown.split()) <= 40  # at most 64 tokens of any real tokenizer
+    assert task.demonstrations
+
+
+def test_plain_prompt_ends_where_the_answer_begins(tmp_path):
+    tokenizer = make_tokenizer(merges=20)
+    (example,) = make_examples(1)
+    prompter = Prompter.of(tokenizer, [tokenizer.bos_token_id])
+    question = prompter.question(TASKS["squad"], example)
+    prompt = prompter.prompt(TASKS["squad"], example)
+    assert prompt.endswith(f"\n\nQuestion: {example.question}\nAnswer:") and example.context not in prompt
+    assert question.context_ids == tokenizer(example.context)["input_ids"]  # with its BOS
+    assert tokenizer.bos_token_id not in question.prompt_ids
+    (answer_ids,) = question.answer_ids
+    assert tokenizer.decode(question.prompt_ids + answer_ids) == f"{prompt} {example.answers[0]}"
+
+
+def test_every_choice_follows_the_same_prompt():
+    tokenizer = make_tokenizer()
+    example = make_examples(2, closed=True)[1]
+    question = Prompter.of(tokenizer, [tokenizer.bos_token_id]).question(TASKS["pubmedqa"], example)
+    assert [tokenizer.decode(ids) for ids in question.answer_ids] == [" yes", " no", " perhaps"]
+
+
+def test_chat_prompt_is_a_users_turn_without_a_second_bos():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "<bos>{% for turn in messages %}[{{ turn.role }}] {{ turn.content }}{% endfor %} [bot]"
+    (example,) = make_examples(1)
+    prompter = Prompter.of(tokenizer, [tokenizer.bos_token_id])
+    question = prompter.question(TASKS["squad"], example)
+    prompt = tokenizer.decode(question.prompt_ids)
+    assert prompt == f"\n\n[user] {TASKS['squad'].instruction}\n\n{example.question} [bot]"
+    assert tokenizer.decode(question.answer_ids[0]) == example.answers[0]
+    assert Prompter.of(tokenizer, [], "plain").style == "plain"
+
+
+def test_bos_that_belongs_to_the_template_stays():
+    tokenizer = make_tokenizer(adds_bos=False)
+    tokenizer.chat_template = "<bos>{{ messages[0].content }}"
+    question = Prompter.of(tokenizer, [tokenizer.bos_token_id]).question(TASKS["squad"], make_examples(1)[0])
+    assert question.prompt_ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_prompt_style_is_checked():
+    with pytest.raises(ValueError, match="`prompt_style` must be one of auto, chat, plain, got 'few'"):
+        Prompter.of(make_tokenizer(), [], "few")
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+        Prompter.of(make_tokenizer(), [], "chat")
+
+
+def test_context_that_does_not_fit_is_cut_only_when_asked():
+    wide, narrow = make_tokenizer(merges=40), make_tokenizer()  # a byte is a token of the second
+    text = "river stone lantern village"
+    assert cut_to_fit(text, [(wide, 100), (narrow, len(text))], truncate=False) == text
+    assert cut_to_fit(text, [(wide, 100), (narrow, 10)], truncate=False) is None
+    assert cut_to_fit(text, [(wide, 100), (narrow, 10)], truncate=True) == text[:10]
+    assert cut_to_fit(text, [(narrow, 0)], truncate=True) is None
+
+
+def test_written_examples_are_read_again(tmp_path):
+    examples = make_examples(3, closed=True)
+    write_examples(tmp_path, "boolq", examples)
+    assert load_examples(tmp_path, "boolq") == examples
