@@ -35,6 +35,13 @@ def pop_cache_argument(kwargs: dict[str, Any]) -> Cache | None:
     return past_key_values if cache is None else cache
 
 
+def decoder_of(model: nn.Module) -> nn.Module:
+    """A causal LM without its LM head."""
+    decoder = model.get_decoder()
+    # ModernBERT's `decoder` is the head.
+    return model.base_model if decoder is model.get_output_embeddings() else decoder
+
+
 def run_decoder(
     model: nn.Module,
     input_ids: torch.Tensor,
@@ -44,7 +51,7 @@ def run_decoder(
 ) -> torch.Tensor:
     """Runs a causal LM's decoder, without its LM head, and leaves the states in `cache`. Ids `[batch, seq]`; returns
     the last hidden states `[batch, seq, hidden]`."""
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     kwargs = {cache_argument(decoder): cache, "attention_mask": attention_mask, "use_cache": True}
     if position_ids is not None and "position_ids" in inspect.signature(decoder.forward).parameters:
         kwargs["position_ids"] = position_ids

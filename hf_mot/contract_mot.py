@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .compat_mot import decoder_of
 from .geometry_mot import ModelGeometry, probe
 from .positions_mot import RotaryEncoding
 
@@ -134,7 +135,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def _fingerprints(model: PreTrainedModel) -> tuple[Fingerprint, Fingerprint | None]:
     """Hashes of 64 values from each of 16 weight matrices spread over the decoder, and the same of all parameters of
     its PEFT adapter, if it has one. The names and values of the base model are the same with and without adapter."""
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     tuned = [name.removesuffix("base_layer") for name, _ in decoder.named_modules() if name.endswith(".base_layer")]
     base, adapter = [], []
     # Quantized matrices hold no plain floats; norms and embeddings are left.

@@ -95,8 +95,11 @@ def _check_arguments(model, cache: TranslatedCache, prompt_ids: torch.Tensor | N
             f"`input_ids` has {prompt_ids.shape[0]} rows, but the TranslatedCache holds {cache.prefix_mask.shape[0]}. "
             "Pass one prompt per translated context."
         )
-    if _option(model, kwargs, "use_cache") is False:
+    asked = kwargs.get("use_cache", getattr(kwargs.get("generation_config"), "use_cache", None))
+    if asked is False:
         raise ValueError("`use_cache` is False, but a translated context exists in the cache alone. Leave it out.")
+    if _option(model, kwargs, "use_cache") is False:  # the model's own default (MPT)
+        kwargs["use_cache"] = True
     implementation = _option(model, kwargs, "cache_implementation")
     if implementation is not None:
         raise ValueError(

@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from .compat_mot import run_decoder, shares_last_layers, unsupported_cache
+from .compat_mot import decoder_of, run_decoder, shares_last_layers, unsupported_cache
 from .positions_mot import RotaryEncoding, find_rotary_encodings
+from .rows_mot import positions_from_mask
 
 PROBE_POSITIONS = (0, 7, 23)
 # Same model object, same answer: a probe costs one small forward pass, a handoff should not pay for it twice.
@@ -118,7 +119,7 @@ def probe(model: PreTrainedModel) -> ModelGeometry:
     positions = torch.tensor(PROBE_POSITIONS, device=device)[:, None]  # [3, 1]
     cache = DynamicCache()
     run_decoder(model, torch.full_like(positions, config.vocab_size // 2), cache, position_ids=positions)
-    candidates = find_rotary_encodings(model.get_decoder())
+    candidates = find_rotary_encodings(decoder_of(model))
     layers, used = [], []
     for layer_idx, layer in enumerate(cache.layers):
         if not isinstance(getattr(layer, "keys", None), torch.Tensor) or layer.keys.dim() != 4:
@@ -146,9 +147,11 @@ def probe(model: PreTrainedModel) -> ModelGeometry:
         rotary=tuple(used),
         embedding_dim=model.get_input_embeddings().weight.shape[-1],
         attention_dim=config.num_attention_heads * layers[0].key_dim,
-        decoder_parameters=sum(w.numel() for w in model.get_decoder().parameters() if id(w) not in embeddings),
+        decoder_parameters=sum(w.numel() for w in decoder_of(model).parameters() if id(w) not in embeddings),
         max_positions=getattr(config, "max_position_embeddings", None),
-        sliding=any(DynamicCache(config=config).is_sliding) or "local" in getattr(config, "attention_layers", ()),
+        sliding=any(DynamicCache(config=config).is_sliding)
+        or "local" in getattr(config, "attention_layers", ())
+        or _counts_pads(model),
     )
     return _PROBED[model]
 
@@ -183,8 +186,8 @@ def _refuse_by_config(model: PreTrainedModel, name: str) -> None:
 
 
 def _refuse_broken_continuation(model: PreTrainedModel, name: str) -> None:
-    """Some models do not continue from their own cache as if they had read the whole (MPT): a translated cache would
-    inherit that in silence. Rows of nine tokens, read at once, and as 6 + 2 + 1."""
+    """A model that does not continue from its own cache as if it had read the whole would not from a translated one,
+    in silence. Rows of nine tokens, read at once, and as 6 + 2 + 1."""
     vocab_size = model.config.get_text_config().vocab_size
     device = model.get_input_embeddings().weight.device
     ids = (torch.arange(36, device=device) * 7919 % vocab_size).view(4, 9)
@@ -200,6 +203,23 @@ def _refuse_broken_continuation(model: PreTrainedModel, name: str) -> None:
             f"{name} does not continue from its own cache as if it had read the whole text (deviation {error:.2f} of "
             "what the context changes), so it cannot from a translated one. Not supported."
         )
+
+
+def _counts_pads(model: PreTrainedModel) -> bool:
+    """Whether a pad between what is cached and what follows changes the result: MPT's biases count it as a token."""
+    device = model.get_input_embeddings().weight.device
+    ids = (torch.arange(36, device=device) * 7919 % model.config.get_text_config().vocab_size).view(4, 9)
+    ends = []
+    for pads in (0, 1):
+        cache = DynamicCache()
+        run_decoder(model, ids[:, :6], cache)
+        rest = torch.cat([ids[:, :pads], ids[:, 6:]], dim=1)
+        mask = torch.ones(4, 9 + pads, dtype=torch.long, device=device)
+        mask[:, 6 : 6 + pads] = 0
+        positions = positions_from_mask(mask)[:, 6:]
+        ends.append(run_decoder(model, rest, cache, mask, positions)[:, -1].float())
+    error = ((ends[1] - ends[0]).norm(dim=-1) / ends[0].norm(dim=-1).clamp(min=1e-12)).median()
+    return bool(error > max(1e-3, 2 * torch.finfo(model.dtype).eps))
 
 
 def _position_kind(keys: torch.Tensor, values: torch.Tensor, candidates: list[RotaryEncoding]):

@@ -79,10 +79,12 @@ def find_rotary_encodings(model: nn.Module) -> list[RotaryEncoding]:
             config = model.config.get_text_config()
             last = getattr(config, "max_position_embeddings", None) or 2**10
             inv_freq, scaling = _read_frequencies(module, layer_type, last - 1, next(model.parameters()).device)
-            for interleaved in (False, True):
-                encoding = RotaryEncoding(inv_freq, scaling, interleaved)
-                if encoding not in found:
-                    found.append(encoding)
+            backwards = tuple(-frequency for frequency in inv_freq)  # NanoChat
+            for frequencies in (inv_freq, backwards):
+                for interleaved in (False, True):
+                    encoding = RotaryEncoding(frequencies, scaling, interleaved)
+                    if encoding not in found:
+                        found.append(encoding)
     return found
 
 
@@ -91,7 +93,8 @@ def _read_frequencies(module: nn.Module, layer_type: str | None, last: int, devi
     doubling refines the angle read at the one before, so the result is as exact as the module's fp32 table."""
     positions = torch.tensor([[0] + [2**k for k in range(11) if 2**k <= max(last, 1)]], device=device)
     kwargs = {} if layer_type is None else {"layer_type": layer_type}
-    cos, sin = module(torch.zeros(1, 1, 1, device=device), positions, **kwargs)  # [1, positions, rotary width]
+    table = module(torch.zeros(1, 1, 1, device=device), positions, **kwargs)  # [1, positions, rotary width] each
+    cos, sin = (table.real, table.imag) if isinstance(table, torch.Tensor) else table  # complex: DeepSeek-V2, Llama-4
     if not bool(cos[0, 0].any()):  # (sin, cos): GPT-J
         cos, sin = sin, cos
     scaling = cos[0, 0, 0].item()
