@@ -72,10 +72,13 @@ def align(
     """
     _require_fast(source_tokenizer, "source_tokenizer")
     _require_fast(target_tokenizer, "target_tokenizer")
+    for name, ids in (("source_input_ids", source_ids), ("target_input_ids", target_ids or [])):
+        if ids and not 0 <= min(ids) <= max(ids) < 2**32:
+            raise ValueError(f"`{name}` must be ids of its tokenizer, got {min(ids)} to {max(ids)}.")
     if text == "":
         raise ValueError("`text` must not be empty: there is no context to translate. Pass the text of the context.")
     text, source_spans = _read(source_tokenizer, source_ids, text, "source_input_ids", "`text`")
-    if not text:
+    if not text or all(span is None for span in source_spans):
         raise ValueError(
             "`source_input_ids` must hold text, but the context is empty: "
             f"{len(source_ids)} ids, none of which decodes to text. Pass the ids of a context."

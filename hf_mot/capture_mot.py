@@ -155,6 +155,11 @@ def read_cache(
             f"`source_cache` has {rows} rows, but `source_input_ids` has {len(input_ids)}. Pass the ids of "
             "each row; the cache of a beam search holds beams, not what was returned."
         )
+    if attention_mask is not None and attention_mask.shape[1] > input_ids.shape[1]:
+        raise ValueError(
+            f"`source_attention_mask` covers {attention_mask.shape[1]} positions, but `source_input_ids` has "
+            f"{input_ids.shape[1]}. Pass the mask that belongs to the ids."
+        )
     if attention_mask is not None and attention_mask.shape[1] < length:
         raise ValueError(
             f"`source_attention_mask` covers {attention_mask.shape[1]} of the {length} positions that the cache "
@@ -164,6 +169,11 @@ def read_cache(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, :length].to(input_ids.device)
     if not bool(mask.any(dim=1).all()):
         raise ValueError("`source_attention_mask` has a row without any token: there is no context to translate.")
+    if bool((mask.long().diff(dim=1) != 0).sum(dim=1).gt(2 - mask[:, 0].long()).any()):
+        raise ValueError(
+            "`source_attention_mask` has pads between the tokens of a row: the cache does not tell whether the "
+            "positions behind them count these. Run the source over rows that are padded at their ends alone."
+        )
     first = mask.long().argmax(dim=1, keepdim=True) + torch.arange(len(prefix_ids), device=mask.device)
     expected = torch.tensor(prefix_ids, dtype=input_ids.dtype, device=input_ids.device)
     if prefix_ids and (first.max() >= length or not bool((input_ids.gather(1, first) == expected).all())):

@@ -7,9 +7,13 @@ from transformers import PreTrainedConfig
 
 FORMAT_VERSION = 1
 METHODS = ("reduced_rank", "identity")
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
-# Left behind in a saved config.json by transformers itself, besides the fields of `PreTrainedConfig`.
-_WRITTEN_BY_TRANSFORMERS = ("auto_map", "model_type", "torch_dtype", "name_or_path", "attn_implementation")
+# What transformers itself writes into a config.json or sets at loading, besides the fields of `PreTrainedConfig`.
+_WRITTEN_BY_TRANSFORMERS = (
+    *("auto_map", "model_type", "torch_dtype", "name_or_path", "_name_or_path", "_commit_hash"),
+    *("attn_implementation", "experts_implementation"),
+)
 
 
 @strict
@@ -51,12 +55,18 @@ class MoTConfig(PreTrainedConfig):
     embedding_window: int = 5
 
     def __post_init__(self, **kwargs: Any):
-        unknown = sorted(
-            name
-            for name in kwargs
-            if not (name.startswith("_") or name in _WRITTEN_BY_TRANSFORMERS or hasattr(PreTrainedConfig, name))
-        )
-        if unknown and kwargs.get("model_type", self.model_type) == self.model_type:
+        if kwargs.get("output_attentions") is False:  # `to_dict` writes it
+            del kwargs["output_attentions"]
+        # A field of `PreTrainedConfig` never gets here; other attributes of the class would be overwritten.
+        unknown = sorted(name for name in kwargs if name not in _WRITTEN_BY_TRANSFORMERS)
+        if kwargs.get("model_type", self.model_type) != self.model_type:
+            raise ValueError(f"`model_type` must be {self.model_type!r}, got {kwargs['model_type']!r}.")
+        for name in ("attn_implementation", "experts_implementation"):
+            if "/" in str(kwargs.get(name)):  # transformers would fetch code from the Hub
+                raise ValueError(f"`{name}` is not a translator's, got {kwargs[name]!r}.")
+        if not isinstance(self.id2label, dict | None):
+            raise ValueError(f"`id2label` must be an object or null, got {self.id2label!r}.")
+        if unknown:
             raise ValueError(
                 f"`{unknown[0]}` is not a field of MoTConfig format {FORMAT_VERSION} (value: {kwargs[unknown[0]]!r}). "
                 "Correct its name, or upgrade hf_mot if the translator was saved by a later release."
@@ -66,6 +76,14 @@ class MoTConfig(PreTrainedConfig):
                 f"`format_version` is {self.format_version}, but this release of hf_mot reads up to {FORMAT_VERSION}. "
                 "Upgrade hf_mot."
             )
+        # transformers turns every `dtype` within a config into text, and trips over other things.
+        for dtype in (
+            self.dtype,
+            kwargs.get("torch_dtype"),
+            *((part or {}).get("dtype") for part in (self.source, self.target)),
+        ):
+            if dtype is not None and str(dtype).removeprefix("torch.") not in _DTYPES:
+                raise ValueError(f"`dtype` must be one of {', '.join(_DTYPES)}, got {dtype!r}.")
         if self.method not in METHODS:
             raise ValueError(f"`method` must be one of {', '.join(METHODS)}, got {self.method!r}.")
         if self.rank is not None and self.rank < 1:

@@ -9,12 +9,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .compat_mot import decoder_of
-from .geometry_mot import ModelGeometry, probe
+from .geometry_mot import DAMAGED, ModelGeometry, probe, require
 from .positions_mot import RotaryEncoding
 
 # A hash per dtype that the weights may be loaded in: a bf16 load of fp32 weights has the bf16 hash of the original.
 Fingerprint = dict[str, str]
 
+_HUB_ID = r"[\w-][\w.-]*/[\w.-]+"
 _PRECISION = ("bfloat16", "float16", "float32", "float64")
 _PROBE_TEXT = "The café's  3,141 naïve quotes:\n\t“don't” — 你好, мир! 🙂 <b>x_1=0.5</b> HELLOworld\n\n"
 
@@ -36,6 +37,45 @@ def describe_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
         "adds_prefix": adds_prefix,
         "geometry": probe(model).to_dict(),
     }
+
+
+_TEXT, _TEXT_OR_NONE, _HASHES = (str,), (str, type(None)), (dict,)
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "id": _TEXT_OR_NONE,
+    "revision": _TEXT_OR_NONE,
+    "adapter": (dict, type(None)),
+    "dtype": _TEXT,
+    "model_type": _TEXT,
+    "fingerprint": _HASHES,
+    "tokenizer_fingerprint": _TEXT,
+    "prefix_ids": (list,),
+    "adds_prefix": (bool,),
+    "geometry": (dict,),
+}
+
+
+def check_contract(contract: dict[str, Any], side: str) -> None:
+    """Refuses a contract (`config.source` or `config.target`) that [`describe_model`] cannot have written.
+
+    Raises:
+        `ValueError`: names the field and what came.
+    """
+    for field, types in {**_FIELDS, "quantization": _TEXT_OR_NONE}.items():
+        if field not in contract and field in _FIELDS:
+            raise ValueError(f"`{side}` lacks the field `{field}`. {DAMAGED}")
+        require(isinstance(contract.get(field), types), f"{side}.{field}", "of another type", contract.get(field))
+    hashes = [*contract["fingerprint"].items(), *(contract["adapter"] or {}).items()]
+    require(all(isinstance(part, str) for pair in hashes for part in pair), f"{side}.fingerprint", "hashes", hashes)
+    require(contract["dtype"] in _PRECISION, f"{side}.dtype", f"one of {', '.join(_PRECISION)}", contract["dtype"])
+    for field, pattern in (("id", _HUB_ID), ("model_type", r"[\w-]+"), ("revision", r"[\w./-]+")):
+        value = contract[field]
+        require(value is None or re.fullmatch(pattern, value), f"{side}.{field}", f"like {pattern}", value)
+    prefix = contract["prefix_ids"]
+    require(all(type(part) is int and part >= 0 for part in prefix), f"{side}.prefix_ids", "token ids", prefix)
+    try:
+        ModelGeometry.from_dict(contract["geometry"])
+    except ValueError as error:
+        raise ValueError(f"`{side}`: {error}") from error
 
 
 def check_model(contract: dict[str, Any], model: PreTrainedModel, argument: str, allow_variant: bool = False) -> None:
@@ -186,7 +226,7 @@ def _digest(data: bytes) -> str:
 def _hub_id(model: PreTrainedModel) -> str | None:
     """`org/name`, or None for a local path, which is never stored."""
     name = model.name_or_path or ""
-    return name if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not Path(name).exists() else None
+    return name if re.fullmatch(_HUB_ID, name) and not Path(name).exists() else None
 
 
 def _quantization(model: PreTrainedModel) -> str | None:

@@ -3,7 +3,8 @@
 Shapes: keys and values are `[batch, kv_heads, seq, head_dim]`.
 """
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,32 @@ from .rows_mot import positions_from_mask
 PROBE_POSITIONS = (0, 7, 23)
 # Same model object, same answer: a probe costs one small forward pass, a handoff should not pay for it twice.
 _PROBED: WeakKeyDictionary[PreTrainedModel, "ModelGeometry"] = WeakKeyDictionary()
+
+
+DAMAGED = "The translator's config is damaged, or of a later release. Download or save it again."
+
+
+def require(holds: Any, field: str, rule: str, came: Any) -> None:
+    """Raises `ValueError` for a stored `field` that does not hold what it must."""
+    if not holds:
+        name = " of ".join(f"`{part}`" for part in reversed(field.split(".")))
+        raise ValueError(f"{name} must be {rule}, got {repr(came)[:200]}. {DAMAGED}")
+
+
+def _require_fields(values: Any, cls: type, field: str) -> None:
+    require(isinstance(values, dict), field, "an object", values)
+    for missing in [f.name for f in fields(cls) if f.name not in (*values, "rotated")]:
+        raise ValueError(f"`{field}` lacks the field `{missing}`. {DAMAGED}")
+    unknown = sorted(set(values) - {f.name for f in fields(cls)})
+    require(not unknown, field, "without unknown fields", unknown)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**48
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -95,9 +122,40 @@ class ModelGeometry:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelGeometry":
-        layers = tuple(LayerGeometry(**layer) for layer in values["layers"])
-        rotary = tuple(RotaryEncoding.from_dict(rotary) for rotary in values["rotary"])
-        return cls(**{**values, "layers": layers, "rotary": rotary})
+        """Raises `ValueError` for what [`to_dict`] cannot have written."""
+        _require_fields(values, cls, "geometry")
+        for field in ("layers", "rotary"):
+            require(isinstance(values[field], list | tuple), f"geometry.{field}", "a list", values[field])
+        rotary = []
+        for entry in values["rotary"]:
+            _require_fields(entry, RotaryEncoding, "rotary")
+            frequencies, scaling = entry["inv_freq"], entry["scaling"]
+            require(isinstance(frequencies, list | tuple), "rotary.inv_freq", "a list", frequencies)
+            numbers = [*frequencies, scaling]
+            require(all(_is_number(part) for part in numbers) and scaling, "rotary.scaling", "finite", numbers)
+            require(isinstance(entry["interleaved"], bool), "rotary.interleaved", "a bool", entry["interleaved"])
+            rotary.append(RotaryEncoding.from_dict(entry))
+        layers = []
+        for entry in values["layers"]:
+            _require_fields(entry, LayerGeometry, "layers")
+            layer = LayerGeometry(**entry)
+            for field in ("kv_heads", "key_dim", "value_dim"):
+                require(_is_size(entry[field]), f"layers.{field}", "a size", entry[field])
+            require(layer.position in ("rope", "free", "absolute"), "layers.position", "a known kind", layer.position)
+            require(layer.rotated in ("keys", "values"), "layers.rotated", "keys or values", layer.rotated)
+            known = layer.rotary is None if layer.position != "rope" else layer.rotary in range(len(rotary))
+            require(known and not isinstance(layer.rotary, bool), "layers.rotary", "an index", layer.rotary)
+            width = layer.key_dim if layer.rotated == "keys" else layer.value_dim
+            fits = layer.rotary is None or 2 * len(rotary[layer.rotary].inv_freq) <= width
+            require(fits, "layers.key_dim", "as wide as what is rotated", width)
+            layers.append(layer)
+        require(layers, "geometry.layers", "not empty", layers)
+        for field in ("embedding_dim", "attention_dim", "decoder_parameters"):
+            require(_is_size(values[field]), f"geometry.{field}", "a size", values[field])
+        longest = values["max_positions"]
+        require(longest is None or _is_size(longest), "geometry.max_positions", "a size or null", longest)
+        require(isinstance(values["sliding"], bool), "geometry.sliding", "a bool", values["sliding"])
+        return cls(**{**values, "layers": tuple(layers), "rotary": tuple(rotary)})
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from .cache_mot import TranslatedCache
 from .capture_mot import prefill, read_cache
 from .compat_mot import run_decoder  # noqa: F401  older transformers ship only the files that this one imports
 from .configuration_mot import MoTConfig
-from .contract_mot import check_model, check_tokenizer, describe_model
+from .contract_mot import check_contract, check_model, check_tokenizer, describe_model
 from .generation_custom_mot import RECIPE
 from .generation_mot import attach
 from .geometry_mot import ModelGeometry
@@ -85,8 +85,13 @@ class MoTModel(PreTrainedModel):
                 "`config` must hold the contracts of the source and the target model (`source`, `target`), as "
                 "`hf-mot fit` or MoTModel.identity write them."
             )
+        for side, contract in (("source", config.source), ("target", config.target)):
+            check_contract(contract, side)
         self.source_geometry = ModelGeometry.from_dict(config.source["geometry"])
         self.target_geometry = ModelGeometry.from_dict(config.target["geometry"])
+        depth = len(self.source_geometry.layers)
+        if not set(config.source_layers) <= set(range(depth)):
+            raise ValueError(f"`source_layers` must lie in 0..{depth - 1}, got {config.source_layers}.")
         if config.method == "identity":
             self.translator: nn.Module = IdentityTranslator()
         else:
@@ -395,8 +400,10 @@ class MoTModel(PreTrainedModel):
         if report is not None:
             try:
                 model.fit_report = json.loads(Path(report).read_text(encoding="utf-8"))
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
                 raise ValueError(f"{FIT_REPORT} of {pretrained_model_name_or_path!r} is damaged: {error}.") from error
+            if not isinstance(model.fit_report, dict):
+                raise ValueError(f"{FIT_REPORT} of {pretrained_model_name_or_path!r} is damaged: it is no object.")
         return (model, info) if wants_info else model
 
 

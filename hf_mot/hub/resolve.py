@@ -104,20 +104,22 @@ def load_translator(name: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
 
 def load_translator_config(name: str | os.PathLike, **kwargs: Any) -> PreTrainedConfig:
     """A translator's [`MoTConfig`] alone. Arguments and errors as in [`load_translator`]."""
+    given = name
     if _is_path(name):
         name = Path(name).expanduser().absolute()
         path = name / kwargs.get("subfolder", "")
+        given = Path(given) / kwargs.get("subfolder", "")
         if not path.exists():
             raise FileNotFoundError(
-                f"{path} does not exist. Check the path, or fit a translator first (`hf-mot fit`)."
+                f"{given} does not exist. Check the path, or fit a translator first (`hf-mot fit`)."
             )
         if not (path / "config.json").is_file():
-            raise ValueError(f"{path} holds no translator: it has no config.json. Give what `hf-mot fit` wrote.")
+            raise ValueError(f"{given} holds no translator: it has no config.json. Give what `hf-mot fit` wrote.")
     config = _load(AutoConfig, name, name, **kwargs)
     if config.model_type != "mot":
         raise ValueError(
-            f"{name} holds a model of type {config.model_type}, not a translator (mot). Give a translator's directory "
-            "or Hub id; models are given as `source` and `target`."
+            f"{given} holds a model of type {config.model_type}, not a translator (mot). Give a translator's "
+            "directory or Hub id; models are given as `source` and `target`."
         )
     return config
 
