@@ -27,9 +27,9 @@ def test_fit_save_load_measure_and_generate(tmp_path):
     translator, no_source = load_translator(folder), load_translator(folder / NO_SOURCE)
     assert translator.config.source["id"] == SOURCE and translator.config.target["id"] == TARGET
 
-    report = evaluate(
-        translator, corpus[60:], **pair, no_source=no_source, context_length=128, limit=8, batch_size=8, progress=False
-    )
+    arms = ["native", "no_context", "translated", "wrong_document", "identity", "no_source"]
+    options = {"arms": arms, "context_length": 128, "limit": 8, "batch_size": 8, "progress": False}
+    report = evaluate(translator, corpus[60:], **pair, no_source=no_source, **options)
     nll = {arm: figures["nll"] for arm, figures in report["arms"].items()}
     assert abs(nll["identity"] - nll["native"]) < 1e-3
     assert nll["native"] < nll["translated"] < nll["no_context"]
