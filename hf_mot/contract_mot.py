@@ -63,7 +63,8 @@ def check_contract(contract: dict[str, Any], side: str) -> None:
     for field, types in {**_FIELDS, "quantization": _TEXT_OR_NONE}.items():
         if field not in contract and field in _FIELDS:
             raise ValueError(f"`{side}` lacks the field `{field}`. {DAMAGED}")
-        require(isinstance(contract.get(field), types), f"{side}.{field}", "of another type", contract.get(field))
+        rule = " or ".join("null" if kind is type(None) else f"a {kind.__name__}" for kind in types)
+        require(isinstance(contract.get(field), types), f"{side}.{field}", rule, contract.get(field))
     hashes = [*contract["fingerprint"].items(), *(contract["adapter"] or {}).items()]
     require(all(isinstance(part, str) for pair in hashes for part in pair), f"{side}.fingerprint", "hashes", hashes)
     require(contract["dtype"] in _PRECISION, f"{side}.dtype", f"one of {', '.join(_PRECISION)}", contract["dtype"])

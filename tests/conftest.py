@@ -123,6 +123,13 @@ def make_model(family: str, tokenizer: PreTrainedTokenizerFast, seed: int = 0):
     return FAMILIES[family](len(tokenizer))
 
 
+def make_own(family: str) -> dict:
+    """A model as source and target of itself, with its tokenizer, as keyword arguments of `handoff`."""
+    tokenizer = make_tokenizer(merges=40)
+    model = make_model(family, tokenizer)
+    return {"source": model, "target": model, "source_tokenizer": tokenizer, "target_tokenizer": tokenizer}
+
+
 def make_pair(source: str = "llama", target: str = "gemma3") -> dict:
     """A source and a target with different tokenizers, as keyword arguments of `handoff`."""
     source_tokenizer, target_tokenizer = make_tokenizer(), make_tokenizer(merges=40)

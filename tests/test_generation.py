@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import FAMILIES, make_documents, make_model, make_tokenizer
+from conftest import FAMILIES, make_documents, make_own
 from transformers import DynamicCache, GenerationConfig
 
 from hf_mot import MoTModel, attach, detach
@@ -21,12 +21,6 @@ PROMPT, SECOND = " the captain wrote", " and the bridge said"
 @pytest.fixture(params=FAMILIES)
 def own(request):
     return make_own(request.param)
-
-
-def make_own(family):
-    tokenizer = make_tokenizer(merges=40)
-    model = make_model(family, tokenizer)
-    return {"source": model, "target": model, "source_tokenizer": tokenizer, "target_tokenizer": tokenizer}
 
 
 def translated(own, text):

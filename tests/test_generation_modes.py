@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import make_documents, make_model, make_pair, make_tokenizer, make_translator, save_pair
+from conftest import make_documents, make_model, make_own, make_pair, make_translator, save_pair
 from tokenizers import processors
 from transformers import (
     GenerationConfig,
@@ -23,12 +23,6 @@ from hf_mot.compat_mot import cache_argument, output_cache
 
 NEW = 8
 PROMPT, LONG_PROMPT, SECOND = " the captain wrote", " the captain wrote a long letter to the village", " and said"
-
-
-def make_own(family):
-    tokenizer = make_tokenizer(merges=40)
-    model = make_model(family, tokenizer)
-    return {"source": model, "target": model, "source_tokenizer": tokenizer, "target_tokenizer": tokenizer}
 
 
 @pytest.fixture(params=["llama", "gemma3"])

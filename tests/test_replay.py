@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import FAMILIES, make_documents, make_model, make_tokenizer
+from conftest import FAMILIES, make_documents, make_own
 
 from hf_mot import MoTModel, ReplayPlan
 from hf_mot.compat_mot import cache_argument
@@ -14,12 +14,6 @@ TOLERANCE = 1e-4
 @pytest.fixture(params=FAMILIES)
 def own(request):
     return make_own(request.param)
-
-
-def make_own(family):
-    tokenizer = make_tokenizer(merges=40)
-    model = make_model(family, tokenizer)
-    return {"source": model, "target": model, "source_tokenizer": tokenizer, "target_tokenizer": tokenizer}
 
 
 def inputs_of(own, texts):

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_mot.baselines.states import as_cache, key_and_value_widths, make_shell
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.evaluation.arms import Batch
-from hf_mot.fit.closed_form import DEFAULT_TOKENS, Pair, held_out_rows, split
+from hf_mot.fit.closed_form import DEFAULT_TOKENS, Pair, held_out_rows, pair_windows
 from hf_mot.fit.statistics import Moments, Statistics
-from hf_mot.fit.windows import batched, calibration_windows, characters_per_token
+from hf_mot.fit.windows import batched
 from hf_mot.modeling_mot import MoTModel
 
 RIDGE = 0.01  # absolute, on sums over rows of raw features, as the rival has it
@@ -127,7 +126,7 @@ def fit_ridge(
         source, target (`PreTrainedModel`): The frozen models.
         source_tokenizer, target_tokenizer (`PreTrainedTokenizerBase`): Their fast tokenizers.
         layer_counts (`Sequence[int]`, *optional*, defaults to `(4, 8, 12)`): Numbers of source layers to choose from.
-        max_tokens (`int`, *optional*, defaults to 300,000): Target tokens to read, at most.
+        max_tokens (`int`, *optional*, defaults to 200,000): Target tokens to read, at most.
         stride (`int`, *optional*, defaults to 4): Every how manieth token is a row of the regression.
         batch_tokens (`int`, *optional*, defaults to 2048): Tokens a forward pass; does not change the fit.
         held_out_documents (`int`, *optional*, defaults to 32): Documents set apart for both choices.
@@ -144,21 +143,12 @@ def fit_ridge(
     pair = Pair(source, target, source_tokenizer, target_tokenizer)
     depth = len(pair.source_geometry.layers)
     shell = make_shell(pair.source_contract, pair.target_contract, range(depth))
-    stream, held_out, _ = split(documents, held_out_documents, seed)
-    limits = [g.max_positions for g in (pair.source_geometry, pair.target_geometry) if g.max_positions is not None]
-    windows = calibration_windows(
-        stream,
-        target_tokenizer,
-        characters_per_token(held_out, target_tokenizer),
-        min(limits, default=2**31) // 2,
-        max_tokens,
-        random.Random(seed),
-    )
+    windows, held_out, _ = pair_windows(pair, documents, held_out_documents, max_tokens, seed)
     source_widths = key_and_value_widths(pair.source_geometry.layers)
     target_widths = key_and_value_widths(pair.target_geometry.layers)
     statistics = [Statistics(target_widths[part::2]) for part in range(2)]  # of keys, of values
     with tqdm(total=max_tokens, unit="token", desc="Fitting ridge", disable=not progress) as bar:
-        for batch in batched((window for window in windows if pair.fits(window.text)), batch_tokens):
+        for batch in batched(windows, batch_tokens):
             x, y = pair.rows(shell, [window.text for window in batch])
             bar.update(len(x))
             x, y = x[::stride], y[::stride]

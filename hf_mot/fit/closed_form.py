@@ -31,7 +31,7 @@ logger = logging.get_logger(__name__)
 DEFAULT_RANK = 1024
 DEFAULT_SOURCE_LAYERS = 10
 DEFAULT_EMBEDDING_WINDOW = 5
-DEFAULT_TOKENS = 300_000
+DEFAULT_TOKENS = 200_000
 SAMPLE_TOKENS = 8_192  # for the choice of layers, and again, held out, for the ridge strength
 _LAYER_SKETCH = 96  # random channels that stand for one source layer while layers are chosen
 
@@ -143,7 +143,7 @@ def fit(
         num_source_layers (`int`, *optional*, defaults to 10): Source layers to read, chosen on a first sample.
         source_layers (`list[int]`, *optional*): Reads these layers instead of choosing.
         embedding_window (`int`, *optional*, defaults to 5): Target token embeddings read beside the source, in tokens.
-        max_tokens (`int`, *optional*, defaults to 300,000): Target tokens to fit on; fewer if the text ends earlier.
+        max_tokens (`int`, *optional*, defaults to 200,000): Target tokens to fit on; fewer if the text ends earlier.
         batch_tokens (`int`, *optional*, defaults to 2048): Tokens a forward pass; does not change the fit.
         held_out_documents (`int`, *optional*, defaults to 32): Documents set apart to choose the ridge strength.
         seed (`int`, *optional*, defaults to 0): Order, windows and random projections.
@@ -176,18 +176,7 @@ def fit(
             raise ValueError("`source_layers` and `embedding_window` are both empty: there is nothing to read.")
         source_layers = sorted(set(source_layers))
     started = time.perf_counter()
-    stream, held_out, counter = split(documents, held_out_documents, seed)
-    limits = [g.max_positions for g in (pair.source_geometry, pair.target_geometry) if g.max_positions is not None]
-    windows = calibration_windows(
-        stream,
-        target_tokenizer,
-        characters_per_token(held_out, target_tokenizer),
-        # Tokens of the source may be shorter than the target's; half leaves room for that.
-        min(limits, default=2**31) // 2,
-        max_tokens,
-        random.Random(seed),
-    )
-    windows = (window for window in windows if pair.fits(window.text))
+    windows, held_out, counter = pair_windows(pair, documents, held_out_documents, max_tokens, seed)
     bar = tqdm(total=max_tokens, unit="token", desc="Choosing source layers", disable=not progress)
     sample = []  # the first windows choose the layers, and are then fitted on like all others
     for window in windows:
@@ -236,6 +225,24 @@ def fit(
 def output_blocks(geometry: ModelGeometry) -> list[int]:
     """Widths of the blocks of a row of outputs: keys and values of each layer."""
     return [layer.kv_heads * dim for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)]
+
+
+def pair_windows(
+    pair: Pair, documents: Iterable[str], held_out_documents: int, max_tokens: int, seed: int
+) -> tuple[Iterator[Window], list[str], dict[str, int]]:
+    """Windows that both models have positions for, the documents held out from them, and a counter of those read."""
+    stream, held_out, counter = split(documents, held_out_documents, seed)
+    limits = [g.max_positions for g in (pair.source_geometry, pair.target_geometry) if g.max_positions is not None]
+    windows = calibration_windows(
+        stream,
+        pair.target_tokenizer,
+        characters_per_token(held_out, pair.target_tokenizer),
+        # Tokens of the source may be shorter than the target's; half leaves room for that.
+        min(limits, default=2**31) // 2,
+        max_tokens,
+        random.Random(seed),
+    )
+    return (window for window in windows if pair.fits(window.text)), held_out, counter
 
 
 def split(documents: Iterable[str], held_out: int, seed: int) -> tuple[Iterator[str], list[str], dict[str, int]]:
