@@ -100,19 +100,24 @@ def check_cache(cache: Cache, geometry: ModelGeometry, layers: Sequence[int], ar
 
 
 def source_states(
-    cache: Cache, geometry: ModelGeometry, layers: Sequence[int], position_ids: torch.Tensor
+    cache: Cache,
+    geometry: ModelGeometry,
+    layers: Sequence[int],
+    position_ids: torch.Tensor,
+    position_free: bool = True,
 ) -> torch.Tensor:
     """
-    Position-free keys and raw values of `layers`, side by side: `[batch, seq, sum of the layers' widths]`, per layer
-    first all keys' channels, then all values'. `cache` is not changed. Keys of learned absolute positions stay as
-    they are: nothing can be taken off.
+    Position-free keys (or, if not `position_free`, keys as they are) and raw values of `layers`, side by side:
+    `[batch, seq, sum of the layers' widths]`, per layer first all keys' channels, then all values'. `cache` is not
+    changed. Keys of learned absolute positions stay as they are: nothing can be taken off.
     """
     states = []
     for layer_idx in layers:
         layer = cache.layers[layer_idx]
         # A static cache is longer than what it holds.
         keys, values = (part[:, :, : position_ids.shape[1]] for part in (layer.keys, layer.values))
-        keys, values = geometry.strip_positions(layer_idx, keys, values, position_ids)
+        if position_free:
+            keys, values = geometry.strip_positions(layer_idx, keys, values, position_ids)
         states += [keys.transpose(1, 2).flatten(2), values.transpose(1, 2).flatten(2)]  # [batch, seq, channels]
     return torch.cat([part.to(states[0].device) for part in states], dim=-1)
 
@@ -124,6 +129,7 @@ def read_cache(
     geometry: ModelGeometry,
     layers: Sequence[int],
     prefix_ids: Sequence[int],
+    position_free: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Checks a cache that the source model already has against its ids, and takes the states out.
@@ -135,9 +141,10 @@ def read_cache(
         geometry ([`ModelGeometry`]): The source's.
         layers (`Sequence[int]`): Layers to read.
         prefix_ids (`Sequence[int]`): Special ids that the source is expected to start with.
+        position_free (`bool`, *optional*, defaults to `True`): Whether to take the positions off the keys.
 
     Returns:
-        `tuple(torch.Tensor)`: Position-free states `[batch, seq, width]`, ids and mask, cut to what the cache holds.
+        `tuple(torch.Tensor)`: States `[batch, seq, width]`, ids and mask, cut to what the cache holds.
 
     Raises:
         `ValueError`: ids, mask and cache that do not belong together, or a cache that [`check_cache`] refuses.
@@ -181,8 +188,11 @@ def read_cache(
             f"`source_cache` does not start with the special ids {list(prefix_ids)} that this translator was fitted "
             "with; the translation will be worse. Run the source over these ids and then the context."
         )
-    states = source_states(cache, geometry, layers, positions_from_mask(mask))
+    positions = positions_from_mask(mask)
+    states = source_states(cache, geometry, layers, positions)
     _check_positions(states, input_ids, mask)
+    if not position_free:
+        states = source_states(cache, geometry, layers, positions, position_free=False)
     return states, input_ids, mask
 
 

@@ -6,7 +6,21 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 FORMAT_VERSION = 1
-METHODS = ("reduced_rank", "identity")
+METHODS = ("reduced_rank", "mot", "mlp", "identity")
+ROUTINGS = ("renormalized", "switch", "straight_through", "uniform")
+EXPERTS = ("translator", "ffn")
+# The paper's literal form; what it leaves open (width, heads) keeps the defaults.
+PAPER = {
+    "method": "mot",
+    "num_translators": 2,
+    "top_k": 1,
+    "routing": "renormalized",
+    "output_activation": "gelu",
+    "position_free": False,
+    "embedding_window": 0,
+    "linear_path": False,
+    "replay": "full",
+}
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 # What transformers itself writes into a config.json or sets at loading, besides the fields of `PreTrainedConfig`.
@@ -26,22 +40,56 @@ class MoTConfig(PreTrainedConfig):
             Version of the saved form. A translator of a later format is refused.
         method (`str`, *optional*, defaults to `"reduced_rank"`):
             What the translator computes: `"reduced_rank"` (a closed-form linear map through one shared
-            down-projection) or `"identity"` (the oracle: source and target are the same model).
+            down-projection), `"mot"` (Mixture-of-Translators, paper 3.1 and C.2), `"mlp"` (a GELU MLP on each token)
+            or `"identity"` (the oracle: source and target are the same model).
         source (`dict`, *optional*):
             Contract of the source model, as `geometry_mot.describe_model` writes it: `id`, `revision`, `adapter`,
             `dtype`, `model_type`, `fingerprint`, `tokenizer_fingerprint`, `prefix_ids`, `geometry`.
         target (`dict`, *optional*):
             Contract of the target model, in the same form.
         source_layers (`list[int]`, *optional*, defaults to `[]`):
-            Source layers whose keys and values are read. Empty: the translator reads no source at all.
+            Source layers whose keys and values are read, one slot each. Empty: the translator reads no source at all.
+        target_layers (`list[int]`, *optional*):
+            The channel window: the target layers that are translated, contiguous. `None`: all. A translator of fewer
+            needs the plan `"full"`, in which the target computes the others.
+        replay (`str`, *optional*, defaults to `"none"`):
+            The replay plan that the translator was made for, and takes where none is given.
         rank (`int`, *optional*):
             Width of the shared down-projection. `None`: a full-rank map.
         embedding_window (`int`, *optional*, defaults to 5):
             Number of target token embeddings read beside the source states: the token's own and those of the
             `embedding_window - 1` tokens before it. 0: none.
+        position_free (`bool`, *optional*, defaults to `True`):
+            Whether keys are translated without their rotary positions, and get the target's own afterwards. The paper
+            does not mention positions, which means `False`.
+        linear_path (`bool`, *optional*, defaults to `False`):
+            Whether `"mot"` and `"mlp"` add to a linear map of `rank`, which a closed-form fit can initialise.
+        trunk (`bool`, *optional*, defaults to `False`):
+            Whether the translators of `"mot"` work within the `rank` inner channels of such a map, keys and values
+            together, instead of beside it: cheap where all layers are translated.
+        hidden_size (`int`, *optional*, defaults to 128):
+            Hidden width of `"mot"` and `"mlp"`.
+        num_attention_heads (`int`, *optional*, defaults to 4):
+            Heads of the translators' cross-attention.
+        num_stages (`int`, *optional*, defaults to 1):
+            Scans over the slots.
+        causal (`bool`, *optional*, defaults to `True`):
+            Whether the cross-attention is causal, so that an appended turn changes no earlier token.
+        output_activation (`str`, *optional*):
+            `"gelu"`: the paper's formula, which bounds keys and values below by -0.17. `None`: linear.
+        num_translators (`int`, *optional*, defaults to 1):
+            Translators in the mixture (N_Tr). 1: a single backbone.
+        top_k (`int`, *optional*, defaults to 1):
+            Translators a token (Top-K).
+        routing (`str`, *optional*, defaults to `"straight_through"`):
+            `"renormalized"` (Eq. 5: no gradient reaches the gate at `top_k=1`), `"switch"`, `"straight_through"` or
+            `"uniform"` (MoT-Uni); see [`Router`].
+        experts (`str`, *optional*, defaults to `"translator"`):
+            What is mixed: whole translators, or with `"ffn"` the feed-forward layers within one (MoE).
 
     Raises:
-        `ValueError`: an unknown field or method, or a `format_version` this release cannot read.
+        `ValueError`: an unknown field or method, a size out of range, fields that exclude each other, or a
+            `format_version` this release cannot read.
     """
 
     model_type = "mot"
@@ -51,8 +99,22 @@ class MoTConfig(PreTrainedConfig):
     source: dict | None = None
     target: dict | None = None
     source_layers: list[int] | tuple[int, ...] = ()
+    target_layers: list[int] | tuple[int, ...] | None = None
+    replay: str = "none"
     rank: int | None = None
     embedding_window: int = 5
+    position_free: bool = True
+    linear_path: bool = False
+    trunk: bool = False
+    hidden_size: int = 128
+    num_attention_heads: int = 4
+    num_stages: int = 1
+    causal: bool = True
+    output_activation: str | None = None
+    num_translators: int = 1
+    top_k: int = 1
+    routing: str = "straight_through"
+    experts: str = "translator"
 
     def __post_init__(self, **kwargs: Any):
         if kwargs.get("output_attentions") is False:  # `to_dict` writes it
@@ -84,11 +146,48 @@ class MoTConfig(PreTrainedConfig):
         ):
             if dtype is not None and str(dtype).removeprefix("torch.") not in _DTYPES:
                 raise ValueError(f"`dtype` must be one of {', '.join(_DTYPES)}, got {dtype!r}.")
-        if self.method not in METHODS:
-            raise ValueError(f"`method` must be one of {', '.join(METHODS)}, got {self.method!r}.")
+        self._check_method()
+        self.source_layers = [int(layer_idx) for layer_idx in self.source_layers]
+        if self.target_layers is not None:
+            self.target_layers = [int(layer_idx) for layer_idx in self.target_layers]
+            first = self.target_layers[0] if self.target_layers else 0
+            if not self.target_layers or self.target_layers != list(range(first, first + len(self.target_layers))):
+                raise ValueError(
+                    "`target_layers` must be contiguous layers, each once and in order, or None for all, got "
+                    f"{self.target_layers}."
+                )
+        super().__post_init__(**kwargs)
+
+    def _check_method(self) -> None:
+        for name, allowed in (
+            ("method", METHODS),
+            ("routing", ROUTINGS),
+            ("experts", EXPERTS),
+            ("output_activation", (None, "gelu")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"`{name}` must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}."
+                )
         if self.rank is not None and self.rank < 1:
             raise ValueError(f"`rank` must be at least 1, or None for a full-rank map, got {self.rank}.")
         if self.embedding_window < 0:
             raise ValueError(f"`embedding_window` must be 0 or more tokens, got {self.embedding_window}.")
-        self.source_layers = [int(layer_idx) for layer_idx in self.source_layers]
-        super().__post_init__(**kwargs)
+        for name in ("hidden_size", "num_attention_heads", "num_stages", "num_translators", "top_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"`hidden_size` must be a multiple of `num_attention_heads` {self.num_attention_heads}, got "
+                f"{self.hidden_size}."
+            )
+        if self.top_k > self.num_translators:
+            raise ValueError(
+                f"`top_k` must be at most `num_translators` {self.num_translators}, got {self.top_k}. Choose fewer "
+                "translators a token, or more of them."
+            )
+        if self.trunk and (self.method != "mot" or self.rank is None):
+            raise ValueError(
+                f"`trunk` needs `method` 'mot' and a `rank`, the channels that its translators work in, got "
+                f"{self.method!r} and {self.rank}."
+            )

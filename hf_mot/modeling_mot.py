@@ -3,17 +3,14 @@
 Shapes: keys and values are `[batch, kv_heads, seq, head_dim]`, ids and masks `[batch, seq]`; rows are left-padded.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import ModelOutput, cached_file, logging
+from transformers.utils import ModelOutput
 
 from .alignment_mot import Alignment, align, tokenize_with_spans
 from .cache_mot import TranslatedCache
@@ -21,17 +18,13 @@ from .capture_mot import prefill, read_cache
 from .compat_mot import run_decoder  # noqa: F401  older transformers ship only the files that this one imports
 from .configuration_mot import MoTConfig
 from .contract_mot import check_contract, check_model, check_tokenizer, describe_model
-from .generation_custom_mot import RECIPE
 from .generation_mot import attach
 from .geometry_mot import ModelGeometry
 from .positions_mot import RotaryEncoding  # noqa: F401  likewise
-from .replay_mot import ReplayPlan, replay, translator_widths
+from .pretrained_mot import MoTPreTrainedModel
+from .replay_mot import ReplayPlan, replay
 from .rows_mot import check_rows, left_pad, unpad
-from .translators_mot import IdentityTranslator, ReducedRankTranslator, embedding_window
-
-logger = logging.get_logger(__name__)
-
-FIT_REPORT = "fit_report.json"
+from .translators_mot import build_translator, embedding_window
 
 
 @dataclass
@@ -40,8 +33,8 @@ class MoTOutput(ModelOutput):
     Output of [`MoTModel`].
 
     Args:
-        key_states (`tuple[torch.Tensor, ...]`): Position-free keys per target layer.
-        value_states (`tuple[torch.Tensor, ...]`): Values per target layer.
+        key_states (`tuple[torch.Tensor, ...]`): Position-free keys per translated target layer.
+        value_states (`tuple[torch.Tensor, ...]`): Values per translated target layer.
     """
 
     key_states: tuple[torch.Tensor, ...] | None = None
@@ -65,7 +58,7 @@ class TranslationInputs:
     target_mask: torch.Tensor
 
 
-class MoTModel(PreTrainedModel):
+class MoTModel(MoTPreTrainedModel):
     """
     A translator for one source→target pair. Load it with `AutoModel.from_pretrained`, then [`translate`] a cache that
     the source already has, or [`handoff`] a text. The language models are arguments, never part of the translator.
@@ -73,10 +66,6 @@ class MoTModel(PreTrainedModel):
     Args:
         config ([`MoTConfig`]): Configuration with the contracts of both models.
     """
-
-    config_class = MoTConfig
-    base_model_prefix = "mot"
-    main_input_name = "source_states"
 
     def __init__(self, config: MoTConfig):
         super().__init__(config)
@@ -89,16 +78,56 @@ class MoTModel(PreTrainedModel):
             check_contract(contract, side)
         self.source_geometry = ModelGeometry.from_dict(config.source["geometry"])
         self.target_geometry = ModelGeometry.from_dict(config.target["geometry"])
-        depth = len(self.source_geometry.layers)
-        if not set(config.source_layers) <= set(range(depth)):
-            raise ValueError(f"`source_layers` must lie in 0..{depth - 1}, got {config.source_layers}.")
-        if config.method == "identity":
-            self.translator: nn.Module = IdentityTranslator()
-        else:
-            self.translator = ReducedRankTranslator(*translator_widths(config), config.rank)
-        self.fit_report: dict[str, Any] | None = None
-        self.add_model_tags(["hf_mot", "kv-cache"])  # by which a pushed translator is found
+        for name, layers, geometry in (
+            ("source_layers", config.source_layers, self.source_geometry),
+            ("target_layers", config.target_layers or [], self.target_geometry),
+        ):
+            depth = len(geometry.layers)
+            if not set(layers) <= set(range(depth)):
+                raise ValueError(f"`{name}` must lie in 0..{depth - 1}, got {layers}.")
+        if not config.source_layers and not config.embedding_window:
+            raise ValueError("`source_layers` and `embedding_window` are both empty: there is nothing to read.")
+        self.plan()  # refuses a default plan that these layers are too few for
+        self.translator: nn.Module = build_translator(config)
         self.post_init()
+
+    @property
+    def target_layers(self) -> list[int]:
+        """The target layers that are translated, the channel window."""
+        depth = len(self.target_geometry.layers)
+        return list(range(depth)) if self.config.target_layers is None else self.config.target_layers
+
+    def plan(self, replay: str | ReplayPlan | None = None) -> ReplayPlan:
+        """The replay plan of that name, by default the one of the config, over the layers that are translated. Raises
+        `ValueError` for an unknown one, or one that this translator gives too few layers for."""
+        plan, depth = (
+            ReplayPlan.parse(self.config.replay if replay is None else replay),
+            len(self.target_geometry.layers),
+        )
+        layers = plan.layers(self.target_layers, depth)
+        return plan if len(layers) == depth else ReplayPlan(plan.kind, (layers[0], layers[-1]))
+
+    def load_linear_path(self, closed_form: "MoTModel") -> None:
+        """
+        Copies the weights of a closed-form translator into this one's linear path, so that training starts there.
+
+        Raises:
+            `ValueError`: this translator has no linear path, or one of other sizes.
+        """
+        path = self.translator if self.config.trunk else getattr(self.translator, "linear", None)
+        if self.config.method == "reduced_rank":
+            path = self.translator
+        if path is None:
+            raise ValueError("This translator has no linear path to load. Set `linear_path` or `trunk` in its config.")
+        for field in ("source_layers", "target_layers", "rank", "embedding_window", "position_free"):
+            came, own = getattr(closed_form.config, field), getattr(self.config, field)
+            if came != own:
+                raise ValueError(
+                    f"`closed_form` was fitted with `{field}` {came}, but this translator has {own}. Make them equal."
+                )
+        with torch.no_grad():
+            for name, weight in closed_form.translator.named_parameters():
+                path.get_parameter(name).copy_(weight)
 
     @classmethod
     def identity(cls, target: PreTrainedModel, target_tokenizer: PreTrainedTokenizerBase) -> "MoTModel":
@@ -123,7 +152,7 @@ class MoTModel(PreTrainedModel):
         target_input_ids: torch.Tensor | None = None,
         target_attention_mask: torch.Tensor | None = None,
         text: str | Sequence[str] | None = None,
-        replay: str | ReplayPlan = "none",
+        replay: str | ReplayPlan | None = None,
         allow_variant: bool = False,
     ) -> TranslatedCache:
         """
@@ -142,7 +171,8 @@ class MoTModel(PreTrainedModel):
                 included; by default the text is tokenised alone.
             target_attention_mask (`torch.Tensor`, *optional*): Mask of left-padded `target_input_ids`.
             text (`str` or list of `str`, *optional*): The context's text; by default the decoded source ids.
-            replay (`str` or [`ReplayPlan`], *optional*, defaults to `"none"`): What the target computes itself.
+            replay (`str` or [`ReplayPlan`], *optional*): What the target computes itself; by default what the
+                translator was made for, `config.replay`.
             allow_variant (`bool`, *optional*, defaults to `False`): Accepts a source or target that is the
                 translator's with another PEFT adapter or quantization.
 
@@ -153,8 +183,7 @@ class MoTModel(PreTrainedModel):
             `ValueError`: a model, tokenizer or cache that is not the pair's, a cache that lost keys or holds NaN or
                 mixed dtypes, an empty context, more context than the target's positions.
         """
-        plan = ReplayPlan.parse(replay)
-        plan.layers(self.target_geometry)
+        plan = self.plan(replay)
         inputs = self.prepare(
             source_cache,
             source_input_ids,
@@ -167,7 +196,7 @@ class MoTModel(PreTrainedModel):
             text=text,
             allow_variant=allow_variant,
         )
-        output = self(inputs.source_states, inputs.embeddings)
+        output = self(inputs.source_states, inputs.embeddings, inputs.target_mask)
         cache = self.assemble(output, inputs, target, plan)
         if allow_variant:
             cache.contract = None
@@ -253,6 +282,7 @@ class MoTModel(PreTrainedModel):
                 self.source_geometry,
                 self.config.source_layers,
                 self.config.source["prefix_ids"],
+                self.config.position_free,
             )
         given = self._without_prefix(target_input_ids, target_attention_mask, target_tokenizer)
         aligned = self._align(source_input_ids, source_mask, source_tokenizer, target_tokenizer, texts, given)
@@ -260,22 +290,33 @@ class MoTModel(PreTrainedModel):
         target_ids, target_mask = left_pad([prefix + row.target_ids for row in aligned])
         _check_length("target", target_ids.shape[1], self.target_geometry)
         if source_states is not None:
-            source_index, _ = left_pad([[0] * len(prefix) + row.source_index for row in aligned])
+            first = source_mask.long().argmax(dim=1).tolist()  # what the target's prefix is beside
+            source_index, _ = left_pad(
+                [[slot] * len(prefix) + row.source_index for slot, row in zip(first, aligned, strict=True)]
+            )
             index = source_index.to(source_states.device)[..., None].expand(-1, -1, source_states.shape[-1])
             source_states = self._to_own(source_states.gather(1, index))  # [batch, target_seq, width]
         return TranslationInputs(source_states, self._embed(target, target_ids, target_mask), target_ids, target_mask)
 
-    def forward(self, source_states: torch.Tensor | None = None, embeddings: torch.Tensor | None = None) -> MoTOutput:
+    def forward(
+        self,
+        source_states: torch.Tensor | None = None,
+        embeddings: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> MoTOutput:
         """
         Translates states, tensors in, tensors out.
 
         Args:
             source_states (`torch.Tensor`): Aligned position-free states of the source layers, `[batch, seq, width]`.
             embeddings (`torch.Tensor`): Window of target token embeddings, `[batch, seq, embedding_window * dim]`.
+            attention_mask (`torch.Tensor`, *optional*): `[batch, seq]`, 0 on the pads of left-padded rows.
         """
-        states = self.translator(source_states, embeddings)
+        if attention_mask is not None:
+            attention_mask = self._to_own(attention_mask, dtype=False)
+        states = self.translator(source_states, embeddings, attention_mask)
         key_states, value_states, start = [], [], 0
-        for layer in self.target_geometry.layers:
+        for layer in (self.target_geometry.layers[layer_idx] for layer_idx in self.target_layers):
             for into, dim in ((key_states, layer.key_dim), (value_states, layer.value_dim)):
                 piece = states[..., start : start + layer.kv_heads * dim]
                 into.append(piece.unflatten(-1, (layer.kv_heads, dim)).transpose(1, 2))  # [batch, kv_heads, seq, dim]
@@ -337,9 +378,9 @@ class MoTModel(PreTrainedModel):
         mask = target_mask.to(embeddings.device)
         return self._to_own(embedding_window(embeddings, mask, self.config.embedding_window))
 
-    def _to_own(self, states: torch.Tensor) -> torch.Tensor:
+    def _to_own(self, states: torch.Tensor, dtype: bool = True) -> torch.Tensor:
         own = next(self.parameters(), None)
-        return states if own is None else states.to(device=own.device, dtype=own.dtype)
+        return states if own is None else states.to(device=own.device, dtype=own.dtype if dtype else None)
 
     def assemble(
         self, output: MoTOutput, inputs: TranslationInputs, target: PreTrainedModel, plan: ReplayPlan | None = None
@@ -347,64 +388,16 @@ class MoTModel(PreTrainedModel):
         """Makes the target's cache of translated states, and attaches the target. Gradients flow through it."""
         cache = replay(
             ReplayPlan() if plan is None else plan,
-            output.key_states,
-            output.value_states,
+            dict(zip(self.target_layers, output.key_states, strict=True)),
+            dict(zip(self.target_layers, output.value_states, strict=True)),
             target=target,
             contract=self.config.target,
+            position_free=self.config.position_free,
             target_ids=inputs.target_ids,
             target_mask=inputs.target_mask,
         )
         attach(target)
         return cache
-
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Writes weights (safetensors), config, the code that remote loading needs, and `fit_report.json`."""
-        if self.config.method == "identity":
-            raise ValueError("An identity translator holds nothing to save. Make it anew with MoTModel.identity.")
-        recipe = Path(save_directory) / "custom_generate" / "generate.py"
-        recipe.parent.mkdir(parents=True, exist_ok=True)
-        recipe.write_text(RECIPE, encoding="utf-8")
-        super().save_pretrained(save_directory, **kwargs)
-        if self.fit_report is not None:
-            text = json.dumps(self.fit_report, indent=2, ensure_ascii=False)
-            (Path(save_directory) / FIT_REPORT).write_text(text + "\n", encoding="utf-8")
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, **kwargs: Any) -> "MoTModel":
-        """As in transformers, but a weight that is missing, surplus or of another shape is an error."""
-        wants_info = kwargs.pop("output_loading_info", False)
-        kwargs["ignore_mismatched_sizes"] = True  # so that they are reported, and refused below
-        try:
-            model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-            )
-        except SafetensorError as error:
-            raise ValueError(
-                f"The weights of {pretrained_model_name_or_path!r} cannot be read ({error}): the safetensors file is "
-                "truncated or damaged. Download or save it again."
-            ) from error
-        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if info.get(problem):
-                raise ValueError(
-                    f"The weights of {pretrained_model_name_or_path!r} do not fit its config: "
-                    f"{problem.replace('_', ' ')} {sorted(map(str, info[problem]))}. Save or download it again."
-                )
-        hub_arguments = ("cache_dir", "revision", "token", "local_files_only", "subfolder")
-        report = cached_file(
-            pretrained_model_name_or_path,
-            FIT_REPORT,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            **{name: kwargs[name] for name in hub_arguments if name in kwargs},
-        )
-        if report is not None:
-            try:
-                model.fit_report = json.loads(Path(report).read_text(encoding="utf-8"))
-            except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
-                raise ValueError(f"{FIT_REPORT} of {pretrained_model_name_or_path!r} is damaged: {error}.") from error
-            if not isinstance(model.fit_report, dict):
-                raise ValueError(f"{FIT_REPORT} of {pretrained_model_name_or_path!r} is damaged: it is no object.")
-        return (model, info) if wants_info else model
 
 
 def _check_length(side: str, tokens: int, geometry: ModelGeometry) -> None:

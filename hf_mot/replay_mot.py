@@ -4,7 +4,7 @@ Shapes: keys and values are `[batch, kv_heads, seq, head_dim]`, ids and masks `[
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from .compat_mot import run_decoder
 from .configuration_mot import MoTConfig
 from .geometry_mot import ModelGeometry
 from .rows_mot import positions_from_mask
+from .translators_mot import translator_flops
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,34 @@ class ReplayPlan:
     def __str__(self) -> str:
         return self.kind if self.window is None else f"{self.kind}:{self.window[0]}-{self.window[1]}"
 
-    def layers(self, geometry: ModelGeometry) -> range:
-        """The target layers whose keys and values are translated. Raises `ValueError` for a window out of range."""
-        depth = len(geometry.layers)
-        first, last = (0, depth - 1) if self.window is None else self.window
-        if not 0 <= first <= last < depth:
-            raise ValueError(f"`replay` injects layers {first}-{last}, but the target caches layers 0-{depth - 1}.")
+    def layers(self, translated: Sequence[int], depth: int) -> range:
+        """
+        The target layers whose keys and values are injected.
+
+        Args:
+            translated (`Sequence[int]`): The layers that the translator translates, contiguous.
+            depth (`int`): Layers of the target's cache.
+
+        Raises:
+            ValueError: For layers that are not translated, or a plan that needs more of them.
+        """
+        first, last = (translated[0], translated[-1]) if self.window is None else self.window
+        if not translated[0] <= first <= last <= translated[-1]:
+            raise ValueError(
+                f"`replay` injects layers {first}-{last}, but the translator gives layers "
+                f"{translated[0]}-{translated[-1]} of the target."
+            )
+        if self.kind == "none" and last - first + 1 < depth:
+            raise ValueError(
+                f"`replay` is none, but the translator gives layers {first}-{last} of the target's {depth} alone, and "
+                "nothing would compute the others. Pass replay='full'."
+            )
         return range(first, last + 1)
 
     def flops(self, config: MoTConfig, context_length: int) -> int:
         """FLOPs (2 × MACs) of translator and replay over a context of `context_length` target tokens; the source's
         own prefill is not counted."""
-        translator = 2 * translator_parameters(config) * context_length
+        translator = translator_flops(config, context_length)
         if self.kind == "none":
             return translator
         return translator + native_flops(ModelGeometry.from_dict(config.target["geometry"]), context_length)
@@ -77,11 +94,12 @@ class ReplayPlan:
 
 def replay(
     plan: ReplayPlan,
-    key_states: Sequence[torch.Tensor],
-    value_states: Sequence[torch.Tensor],
+    key_states: Mapping[int, torch.Tensor],
+    value_states: Mapping[int, torch.Tensor],
     *,
     target: PreTrainedModel,
     contract: dict[str, Any],
+    position_free: bool = True,
     target_ids: torch.Tensor,
     target_mask: torch.Tensor,
 ) -> TranslatedCache:
@@ -91,27 +109,26 @@ def replay(
 
     Args:
         plan ([`ReplayPlan`]): What the target computes.
-        key_states, value_states (`Sequence[torch.Tensor]`): Position-free translated states per target layer.
+        key_states, value_states (`Mapping[int, torch.Tensor]`): Translated states by target layer.
         target (`PreTrainedModel`): The target model; its parameters are not changed.
         contract (`dict`): The target's contract, `config.target`.
+        position_free (`bool`, *optional*, defaults to `True`): Whether the keys are without positions, to be put on.
         target_ids, target_mask (`torch.Tensor`): The target's rows, prefix first.
     """
     geometry = ModelGeometry.from_dict(contract["geometry"])
-    injected = plan.layers(geometry)
+    injected = plan.layers(sorted(key_states), len(geometry.layers))
     weight = target.get_input_embeddings().weight
     mask = target_mask.to(weight.device)
     positions = positions_from_mask(mask)
     prefix_ids = contract["prefix_ids"]
     own = mask.bool() & (positions < len(prefix_ids))  # slots that the target computes itself in every plan
+
+    def placed(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return geometry.apply_positions(layer_idx, keys, values, positions) if position_free else (keys, values)
+
     if plan.kind == "full":
         cache: DynamicCache = _InjectingCache(
-            {
-                layer_idx: geometry.apply_positions(
-                    layer_idx, key_states[layer_idx], value_states[layer_idx], positions
-                )
-                for layer_idx in injected
-            },
-            keep_own=own,
+            {idx: placed(idx, key_states[idx], value_states[idx]) for idx in injected}, keep_own=own
         )
         padded = not bool(mask.all())
         run_decoder(target, target_ids.to(weight.device), cache, *((mask, positions) if padded else ()))
@@ -127,7 +144,7 @@ def replay(
             device = weight.device if native is None else native.keys.device
             pair = (key_states[layer_idx], value_states[layer_idx])
             pair = tuple(part.to(device=device, dtype=weight.dtype) for part in pair)
-            pair = geometry.apply_positions(layer_idx, *pair, positions)
+            pair = placed(layer_idx, *pair)
             if native is not None:
                 pair = tuple(
                     _put_prefix(part, from_prefix, own)
@@ -182,23 +199,3 @@ def native_flops(geometry: ModelGeometry, context_length: int) -> int:
     scores and the weighted sum over the tokens before (windows not subtracted)."""
     attention = 2 * len(geometry.layers) * geometry.attention_dim * context_length * (context_length + 1) // 2
     return 2 * (geometry.decoder_parameters * context_length + attention)
-
-
-def translator_widths(config: MoTConfig) -> tuple[int, int, int]:
-    """(source, embedding window, target) widths of a translator, in channels a token."""
-    source, target = (ModelGeometry.from_dict(contract["geometry"]) for contract in (config.source, config.target))
-    return (
-        sum(source.layers[layer_idx].width for layer_idx in config.source_layers),
-        config.embedding_window * target.embedding_dim,
-        sum(layer.width for layer in target.layers),
-    )
-
-
-def translator_parameters(config: MoTConfig) -> int:
-    """Weights of the translator that each token passes."""
-    if config.method == "identity":
-        return 0
-    source_dim, embedding_dim, output_dim = translator_widths(config)
-    if config.rank is None:
-        return (source_dim + embedding_dim) * output_dim
-    return config.rank * (source_dim + embedding_dim + output_dim)

@@ -1,11 +1,76 @@
-"""The translator modules: tensors in, tensors out. They know nothing of models, tokenizers or caches.
+"""The translator modules: tensors in, tensors out. They know nothing of language models, tokenizers or caches.
 
 Shapes: source states `[batch, seq, source width]`, embeddings `[batch, seq, embedding width]` (the causal window of
-the target's token embeddings, own token first), output `[batch, seq, target width]`: position-free keys, raw values.
+the target's token embeddings, own token first), output `[batch, seq, target width]`: per target layer position-free
+keys, then raw values. `attention_mask` is `[batch, seq]`, 0 on the pads of left-padded rows.
 """
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from .configuration_mot import MoTConfig
+from .geometry_mot import ModelGeometry
+from .translators_backbone_mot import BackboneTranslator, FeedForward
+from .translators_mixture_mot import Mixture, Router
+
+
+@dataclass(frozen=True)
+class Widths:
+    """
+    Channels a token that a translator reads and writes.
+
+    Args:
+        source (`tuple[tuple[int, int], ...]`): Per source layer read, of its keys and of its values.
+        embeddings (`int`): Of the window of target token embeddings; 0 for none.
+        target (`tuple[tuple[int, int], ...]`): Per target layer translated, of its keys and of its values.
+    """
+
+    source: tuple[tuple[int, int], ...]
+    embeddings: int
+    target: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, config: MoTConfig) -> "Widths":
+        """Those of a translator with this configuration."""
+        source, target = (ModelGeometry.from_dict(contract["geometry"]) for contract in (config.source, config.target))
+        translated = range(len(target.layers)) if config.target_layers is None else config.target_layers
+
+        def dims(geometry: ModelGeometry, layers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+            read = [geometry.layers[layer_idx] for layer_idx in layers]
+            return tuple((layer.kv_heads * layer.key_dim, layer.kv_heads * layer.value_dim) for layer in read)
+
+        embeddings = config.embedding_window * target.embedding_dim
+        return cls(dims(source, config.source_layers), embeddings, dims(target, translated))
+
+    @property
+    def source_dim(self) -> int:
+        return sum(map(sum, self.source))
+
+    @property
+    def output_dim(self) -> int:
+        return sum(map(sum, self.target))
+
+
+def build_translator(config: MoTConfig) -> nn.Module:
+    """The module that `config.method` names."""
+    return _BUILDERS[config.method](config, Widths.of(config))
+
+
+def translator_flops(config: MoTConfig, context_length: int) -> int:
+    """FLOPs (2 × MACs) of a translator over `context_length` tokens; attention counted over all pairs of tokens."""
+    widths = Widths.of(config)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        source, embeddings = (
+            torch.empty(1, context_length, width) if width else None
+            for width in (widths.source_dim, widths.embeddings)
+        )
+        build_translator(config)(source, embeddings)
+    return counter.get_total_flops()
 
 
 class ReducedRankTranslator(nn.Module):
@@ -18,30 +83,206 @@ class ReducedRankTranslator(nn.Module):
         embedding_dim (`int`): Width of the embedding window; 0 for none.
         output_dim (`int`): Target width, keys and values of all layers.
         rank (`int`, *optional*): Width of the down-projection; `None` for a full-rank map.
+        refine (`nn.Module`, *optional*): Adds to the `rank` inner channels, from these themselves (and the attention
+            mask), before they are projected up.
     """
 
-    def __init__(self, source_dim: int, embedding_dim: int, output_dim: int, rank: int | None):
+    def __init__(
+        self,
+        source_dim: int,
+        embedding_dim: int,
+        output_dim: int,
+        rank: int | None,
+        refine: nn.Module | None = None,
+    ):
         super().__init__()
         inner = output_dim if rank is None else rank
         self.source_in = nn.Linear(source_dim, inner, bias=False) if source_dim else None
         self.embedding_in = nn.Linear(embedding_dim, inner, bias=False) if embedding_dim else None
+        self.refine = refine
         self.up = nn.Identity() if rank is None else nn.Linear(rank, output_dim, bias=False)
         self.bias = nn.Parameter(torch.zeros(output_dim))
 
-    def forward(self, source_states: torch.Tensor | None, embeddings: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self,
+        source_states: torch.Tensor | None,
+        embeddings: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         inner = 0
         if self.source_in is not None:
             inner = inner + self.source_in(source_states)
         if self.embedding_in is not None:
             inner = inner + self.embedding_in(embeddings)
+        if self.refine is not None:
+            inner = inner + self.refine(inner, attention_mask)
         return self.up(inner) + self.bias
+
+
+class Refinement(nn.Module):
+    """Mixed backbone translators within the inner channels of a [`ReducedRankTranslator`]: one slot, which keys and
+    values share. Its output starts at zero, so that training starts where the closed form ends."""
+
+    def __init__(self, rank: int, make_mixture):
+        super().__init__()
+        self.mixture = make_mixture(gate_dim=rank, slot_dims=[rank], output_dim=rank)
+        for expert in self.mixture.experts:
+            nn.init.zeros_(expert.output_projection.weight)
+            nn.init.zeros_(expert.output_projection.bias)
+
+    def forward(self, inner: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        return self.mixture(inner, [inner], attention_mask)
+
+
+class MixtureTranslator(nn.Module):
+    """
+    Mixture-of-Translators as the paper has it (3.1, C.2): keys and values are translated apart, each from one slot a
+    channel; one gate over both chooses a token's translators. The embedding window, if any, is one more slot, the
+    first.
+
+    Args:
+        widths ([`Widths`]): What is read and written.
+        make_mixture (`Callable`): Makes the mixture of one side.
+        linear ([`ReducedRankTranslator`], *optional*): A linear path that is added; the outputs of the mixtures then
+            start at zero.
+    """
+
+    def __init__(self, widths: Widths, make_mixture, linear: ReducedRankTranslator | None = None):
+        super().__init__()
+        self.widths, self.linear = widths, linear
+        own = [widths.embeddings] if widths.embeddings else []
+        gate_dim = widths.source_dim + widths.embeddings
+        self.sides = nn.ModuleList(
+            make_mixture(
+                gate_dim=gate_dim,
+                slot_dims=[*own, *(dims[side] for dims in widths.source)],
+                output_dim=sum(dims[side] for dims in widths.target),
+            )
+            for side in (0, 1)  # keys, values
+        )
+        if linear is not None:
+            for side in self.sides:
+                for expert in side.experts:
+                    nn.init.zeros_(expert.output_projection.weight)
+                    nn.init.zeros_(expert.output_projection.bias)
+
+    def forward(
+        self,
+        source_states: torch.Tensor | None,
+        embeddings: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        read = [part for part in (source_states, embeddings) if part is not None]
+        gate_input = torch.cat(read, dim=-1)
+        slots = () if source_states is None else source_states.split([*sum(self.widths.source, ())], dim=-1)
+        own = () if embeddings is None else (embeddings,)
+        translated = [
+            side(gate_input, [*own, *slots[index::2]], attention_mask).split(
+                [dims[index] for dims in self.widths.target], dim=-1
+            )
+            for index, side in enumerate(self.sides)
+        ]
+        states = torch.cat([part for pair in zip(*translated, strict=True) for part in pair], dim=-1)
+        return states if self.linear is None else states + self.linear(source_states, embeddings)
+
+
+class MLPTranslator(nn.Module):
+    """A GELU MLP on each token alone, between everything that is read and everything that is written; `linear` as in
+    [`MixtureTranslator`]."""
+
+    def __init__(self, widths: Widths, hidden_size: int, linear: ReducedRankTranslator | None = None):
+        super().__init__()
+        self.linear = linear
+        self.norm = nn.LayerNorm(widths.source_dim + widths.embeddings)
+        self.up = nn.Linear(widths.source_dim + widths.embeddings, hidden_size)
+        self.middle = nn.Linear(hidden_size, hidden_size)
+        self.down = nn.Linear(hidden_size, widths.output_dim)
+        if linear is not None:
+            nn.init.zeros_(self.down.weight)
+            nn.init.zeros_(self.down.bias)
+
+    def forward(
+        self,
+        source_states: torch.Tensor | None,
+        embeddings: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        read = [part for part in (source_states, embeddings) if part is not None]
+        hidden = nn.functional.gelu(self.up(self.norm(torch.cat(read, dim=-1))))
+        states = self.down(nn.functional.gelu(self.middle(hidden)))
+        return states if self.linear is None else states + self.linear(source_states, embeddings)
 
 
 class IdentityTranslator(nn.Module):
     """The oracle: hands the states of the target itself through. Its output must give the target's own logits."""
 
-    def forward(self, source_states: torch.Tensor | None, embeddings: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self,
+        source_states: torch.Tensor | None,
+        embeddings: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         return source_states
+
+
+def _mixture(config: MoTConfig, gate_dim: int, slot_dims: Sequence[int], output_dim: int) -> Mixture:
+    """`config.num_translators` backbones and their router; or, for `experts="ffn"`, one backbone whose feed-forward
+    layers are such mixtures (MoE)."""
+
+    def routed(make_expert, width: int) -> Mixture:
+        router = Router(width, config.num_translators, config.top_k, config.routing)
+        experts = [make_expert() for _ in range(config.num_translators)]
+        return Mixture(experts, router if config.num_translators > 1 else None)
+
+    def backbone(make_ffn=None) -> BackboneTranslator:
+        return BackboneTranslator(
+            slot_dims,
+            output_dim,
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_stages,
+            config.causal,
+            config.output_activation,
+            make_ffn,
+        )
+
+    if config.experts == "ffn":
+        return Mixture([backbone(lambda width: _RoutedFeedForward(routed(partial(FeedForward, width), width)))], None)
+    return routed(backbone, gate_dim)
+
+
+class _RoutedFeedForward(nn.Module):
+    """Experts inside a dense block (MoE): the block's own state chooses."""
+
+    def __init__(self, mixture: Mixture):
+        super().__init__()
+        self.mixture = mixture
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        return self.mixture(state, state)
+
+
+def _linear_path(config: MoTConfig, widths: Widths, refine: nn.Module | None = None) -> ReducedRankTranslator:
+    return ReducedRankTranslator(widths.source_dim, widths.embeddings, widths.output_dim, config.rank, refine)
+
+
+def _build_mixture(config: MoTConfig, widths: Widths) -> nn.Module:
+    make_mixture = partial(_mixture, config)
+    if config.trunk:
+        return _linear_path(config, widths, Refinement(config.rank, make_mixture))
+    return MixtureTranslator(widths, make_mixture, _linear_path(config, widths) if config.linear_path else None)
+
+
+def _build_mlp(config: MoTConfig, widths: Widths) -> nn.Module:
+    return MLPTranslator(widths, config.hidden_size, _linear_path(config, widths) if config.linear_path else None)
+
+
+_BUILDERS = {
+    "reduced_rank": _linear_path,
+    "mot": _build_mixture,
+    "mlp": _build_mlp,
+    "identity": lambda config, widths: IdentityTranslator(),
+}
 
 
 def embedding_window(embeddings: torch.Tensor, mask: torch.Tensor, window: int) -> torch.Tensor:

@@ -24,6 +24,7 @@ ORDER = (
     "cache_mot",
     "replay_mot",
     "generation_mot",
+    "pretrained_mot",
     "modeling_mot",
 )
 THIRD_PARTY = {"torch", "transformers", "huggingface_hub", "safetensors"}

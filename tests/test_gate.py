@@ -67,7 +67,7 @@ class Fixed(nn.Module):
         super().__init__()
         self.states = states
 
-    def forward(self, source_states, embeddings):
+    def forward(self, source_states, embeddings, attention_mask=None):
         rows, length = embeddings.shape[:2]
         return self.states[:, :length].expand(rows, -1, -1)
 

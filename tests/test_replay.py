@@ -76,8 +76,8 @@ def test_gradient_reaches_every_translated_state(own, plan):
     depth = len(output.key_states)
     cache = replay(
         ReplayPlan.parse(plan),
-        leaves[:depth],
-        leaves[depth:],
+        dict(enumerate(leaves[:depth])),
+        dict(enumerate(leaves[depth:])),
         target=own["target"],
         contract=mot.config.target,
         target_ids=inputs.target_ids,
@@ -85,7 +85,7 @@ def test_gradient_reaches_every_translated_state(own, plan):
     )
     prompt = torch.tensor([[30, 31, 32]])
     own["target"](prompt, **{cache_argument(own["target"]): cache.fork()}).logits.logsumexp(-1).sum().backward()
-    layers = ReplayPlan.parse(plan).layers(mot.target_geometry)
+    layers = ReplayPlan.parse(plan).layers(mot.target_layers, len(mot.target_geometry.layers))
     for index, leaf in enumerate(leaves):
         reached = leaf.grad is not None and bool(leaf.grad[:, :, 1:].abs().sum() > 0)
         assert reached == (index % depth in layers)
@@ -111,7 +111,9 @@ def test_unknown_plan_is_refused(plan):
 def test_window_out_of_range_is_refused_before_anything_runs(plan):
     own = make_own("llama")
     mot = MoTModel.identity(own["target"], own["target_tokenizer"])
-    with pytest.raises(ValueError, match=r"`replay` injects layers \d-\d, but the target caches layers 0-2"):
+    with pytest.raises(
+        ValueError, match=r"`replay` injects layers \d-\d, but the translator gives layers 0-2 of the target"
+    ):
         mot.handoff("a letter", replay=plan, **own)
 
 

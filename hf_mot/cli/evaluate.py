@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B,…",
         help="ways to get the context, or all [native,no_context,translated,wrong_document]",
     )
-    parser.add_argument("--replay", default="none", metavar="PLAN", help="what the target recomputes [none]")
+    parser.add_argument(
+        "--replay", metavar="PLAN", help="what the target recomputes [what the translator was made for]"
+    )
     parser.add_argument("--context", type=int, default=256, metavar="C", help="target tokens of context [256]")
     parser.add_argument("--limit", type=int, metavar="N", help="documents, and questions a task [all that fit]")
     parser.add_argument("--batch-size", type=int, default=4, metavar="B", help="contexts per forward [4]")

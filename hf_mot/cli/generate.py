@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, metavar="X", help="of sampling [the target's own]")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of sampling [0]")
     parser.add_argument("--dtype", default="float32", help="dtype of both models, e.g. bfloat16 [float32]")
-    parser.add_argument("--replay", default="none", metavar="PLAN", help="what the target recomputes [none]")
+    parser.add_argument(
+        "--replay", metavar="PLAN", help="what the target recomputes [what the translator was made for]"
+    )
     parser.add_argument("--allow-variant", action="store_true", help="accept another adapter or quantization")
     parser.add_argument("--compare", action="store_true", help="also answer natively, and without the context")
     parser.add_argument("--json", metavar="PATH", help="also write the answers to this file")
@@ -42,11 +44,10 @@ def run(args: argparse.Namespace) -> int:
 
     from hf_mot.evaluation import save_report
     from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
-    from hf_mot.replay_mot import ReplayPlan
     from hf_mot.versions import versions
 
-    plan = ReplayPlan.parse(args.replay)
     translator = load_translator(args.translator)
+    plan = translator.plan(args.replay)
     source = source_tokenizer = None
     target_name = model_name(args.target, translator.config.target, "target")
     if translator.config.source_layers:

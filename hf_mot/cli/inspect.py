@@ -31,8 +31,6 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(translator) -> dict[str, Any]:
     """What a loaded translator is, ready for JSON; what it does not record is absent."""
-    from hf_mot.replay_mot import ReplayPlan
-
     config = translator.config
     description = {
         "method": config.method,
@@ -43,9 +41,9 @@ def describe(translator) -> dict[str, Any]:
         "bytes": sum(weight.nbytes for weight in translator.parameters()),
         "dtype": str(translator.dtype).removeprefix("torch."),
         "flops_share": {
-            "replay": "none",
+            "replay": str(translator.plan()),
             "context_length": COST_CONTEXT,
-            "value": ReplayPlan.parse("none").flops_share(config, COST_CONTEXT),
+            "value": translator.plan().flops_share(config, COST_CONTEXT),
         },
         "source": _describe_side(config.source),
         "target": _describe_side(config.target),

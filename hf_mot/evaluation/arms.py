@@ -229,7 +229,7 @@ def wrong_source(batch: Batch) -> TranslatedCache:
         index = torch.arange(length, device=states.device)
         index = torch.where(index < prefix, index, prefix + (index - prefix) % (other_length - prefix))
         states[row, -length:] = other.source_states[row, -other_length:][index]
-    output = models.translator(states, own.embeddings)
+    output = models.translator(states, own.embeddings, own.target_mask)
     return models.assemble(models.translator, output, own)
 
 

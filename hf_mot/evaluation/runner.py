@@ -25,7 +25,6 @@ from hf_mot.evaluation.store import ResultStore
 from hf_mot.evaluation.tasks import TASKS, Example, find_task
 from hf_mot.evaluation.windows import Window, check_context_length, cut_windows
 from hf_mot.modeling_mot import MoTModel
-from hf_mot.replay_mot import ReplayPlan
 from hf_mot.versions import versions
 
 DEFAULT_ARMS = ("native", "no_context", "translated", "wrong_document")
@@ -41,7 +40,7 @@ def check_settings(
     context_length: int = 256,
     limit: int | None = None,
     batch_size: int = 4,
-    replay: str = "none",
+    replay: str | None = None,
     cost_context_length: int | None = None,
     gate: Gate | None = None,
 ) -> list[str]:
@@ -63,7 +62,7 @@ def check_settings(
             raise ValueError(f"`arms` holds {arm!r}, which is no arm. {hint}Choose from {', '.join(ARMS)}.")
     for name in tasks:
         find_task(name)
-    ReplayPlan.parse(replay)
+    translator.plan(replay)
     for length in (context_length, cost_context_length):
         if length is not None:
             check_context_length(length, translator.target_geometry.max_positions)
@@ -93,7 +92,7 @@ def evaluate(
     limit: int | None = None,
     batch_size: int = 4,
     seed: int = 0,
-    replay: str = "none",
+    replay: str | None = None,
     prompt_style: str = "auto",
     closed_sets: str = "likelihood",
     truncate: bool = False,
@@ -127,7 +126,7 @@ def evaluate(
         limit (`int`, *optional*): Number of windows, and of questions a task; all that fit by default.
         batch_size (`int`, *optional*, defaults to 4): Contexts per forward; changes nothing but speed and memory.
         seed (`int`, *optional*, defaults to 0): Seed of the order of documents and questions and of the bootstrap.
-        replay (`str`, *optional*, defaults to `"none"`): What the target recomputes.
+        replay (`str`, *optional*): What the target recomputes; by default what the translator was made for.
         prompt_style (`str`, *optional*, defaults to `"auto"`): `"chat"`, `"plain"`, or chat where a tokenizer has a
             chat template.
         closed_sets (`str`, *optional*, defaults to `"likelihood"`): How a choice is made: the likeliest one, or the
@@ -169,6 +168,7 @@ def evaluate(
         cost_context_length=cost_context_length,
         gate=gate,
     )
+    replay = str(translator.plan(replay))
     _check_models(arms, translator, no_source, source, target, baselines or {})
     prefix_ids = list(translator.config.target["prefix_ids"])
     prompters = {}
@@ -196,7 +196,7 @@ def evaluate(
     store = results if isinstance(results, ResultStore) else ResultStore(results)
     settings = {
         "translator": fingerprint(translator),
-        "replay": str(replay),
+        "replay": replay,
         "dtype": str(target.dtype).removeprefix("torch."),
         "seed": seed,
     }

@@ -17,8 +17,8 @@ SIMILARITIES = ("translated", "wrong_source", "no_source", "zero_cache", "random
 
 def first_layer(models: Models) -> int:
     """The lowest translated layer: those below are native, and their cosine of 1 says nothing."""
-    plan = ReplayPlan.parse(models.replay)
-    return 0 if plan == ReplayPlan() else plan.layers(models.translator.target_geometry).start
+    window = ReplayPlan.parse(models.replay).window
+    return 0 if window is None else window[0]
 
 
 def cache_similarity(models: Models, cache: TranslatedCache, native: TranslatedCache) -> list[dict[str, float]]:
