@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 from .alignment_mot import Alignment, align, tokenize_with_spans
 from .cache_mot import TranslatedCache
 from .capture_mot import prefill, read_cache
+from .channels_mot import channels
 from .compat_mot import run_decoder  # noqa: F401  older transformers ship only the files that this one imports
 from .configuration_mot import MoTConfig
 from .contract_mot import check_contract, check_model, check_tokenizer, describe_model
@@ -128,6 +129,42 @@ class MoTModel(MoTPreTrainedModel):
         with torch.no_grad():
             for name, weight in closed_form.translator.named_parameters():
                 path.get_parameter(name).copy_(weight)
+
+    @classmethod
+    def from_pair(
+        cls,
+        source: PreTrainedModel,
+        target: PreTrainedModel,
+        source_tokenizer: PreTrainedTokenizerBase,
+        target_tokenizer: PreTrainedTokenizerBase,
+        *,
+        channel_ratio: float = 1.0,
+        start: int = 0,
+        mapping: str = "depth_ratio",
+        **fields: Any,
+    ) -> "MoTModel":
+        """
+        A translator for a pair of models, to be trained.
+
+        Args:
+            source, target (`PreTrainedModel`): The pair.
+            source_tokenizer, target_tokenizer (`PreTrainedTokenizerBase`): Their fast tokenizers.
+            channel_ratio, start, mapping (*optional*): The channel window, as in [`channels_mot.channels`]; by default
+                all target layers, each with the source layer of its relative depth.
+            **fields: Other fields of [`MoTConfig`], such as those of `configuration_mot.PAPER`; `source_layers` or
+                `target_layers` take the place of the window's.
+
+        Raises:
+            `ValueError`: a window out of range, or fields that [`MoTConfig`] refuses.
+        """
+        contracts = {
+            "source": describe_model(source, source_tokenizer),
+            "target": describe_model(target, target_tokenizer),
+        }
+        depths = (len(contract["geometry"]["layers"]) for contract in contracts.values())
+        window = channels(*depths, channel_ratio=channel_ratio, start=start, mapping=mapping)
+        default = {"replay": "none" if channel_ratio == 1 else "full"}
+        return cls(MoTConfig(**contracts, **{"method": "mot", **window, **default, **fields}))
 
     @classmethod
     def identity(cls, target: PreTrainedModel, target_tokenizer: PreTrainedTokenizerBase) -> "MoTModel":

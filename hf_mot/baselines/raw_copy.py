@@ -4,6 +4,7 @@ from torch.nn import functional as F
 
 from hf_mot.baselines.states import as_cache, key_and_value_widths, make_shell
 from hf_mot.cache_mot import TranslatedCache
+from hf_mot.channels_mot import depth_ratio
 from hf_mot.evaluation.arms import Batch
 from hf_mot.modeling_mot import MoTModel
 
@@ -18,11 +19,8 @@ class RawCopy:
     """
 
     def __init__(self, translator: MoTModel):
-        depth = len(translator.source_geometry.layers)
-        steps = max(1, len(translator.target_geometry.layers) - 1)
-        self.mapping = [
-            round(layer_idx * (depth - 1) / steps) for layer_idx in range(len(translator.target_geometry.layers))
-        ]
+        depths = (len(side.layers) for side in (translator.source_geometry, translator.target_geometry))
+        self.mapping = depth_ratio(*depths)
         self.layers = sorted(set(self.mapping))
         self.shell = make_shell(translator.config.source, translator.config.target, self.layers)
 
