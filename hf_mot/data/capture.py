@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from hf_mot.baselines.states import make_shell
@@ -85,7 +85,7 @@ def capture_states(
         ValueError: Models, tokenizers or a folder of another pair or of other settings, other examples than those
             captured, layers that are not there, impossible sizes, NaN or infinite states.
     """
-    config = config.config if isinstance(config, MoTModel) else config
+    config = config if isinstance(config, PreTrainedConfig) else config.config
     folder = Path(folder)
     fresh = _new_index(config, target, target_layers, dtype, top_logits, max_shard_bytes)
     for side, model, tokenizer in (
@@ -102,20 +102,22 @@ def capture_states(
     index = _open_folder(folder, fresh)
     shell = make_shell(config.source, config.target, config.source_layers)
     examples, digest = _behind_captured(iter(examples), index, folder)
-    used = sum(shard["bytes"] for shard in index["shards"])
-    with tqdm(total=max_bytes, initial=used, unit="B", unit_scale=True, desc="Capturing", disable=not progress) as bar:
+    done = sum(shard["examples"] for shard in index["shards"])
+    with tqdm(initial=done, unit="example", desc="Capturing", disable=not progress) as bar:
         for group, ended in _groups(examples, index, max_bytes):
             index["complete"] = ended
             rows = []
             for start in range(0, len(group), batch_size):
                 batch = group[start : start + batch_size]
                 rows += _capture(batch, shell, index["settings"], source, source_tokenizer, target, target_tokenizer)
+                bar.update(len(batch))
             if group:
                 for example in group:
                     digest.update(_content(example))
                 index["shards"].append(write_shard(folder, len(index["shards"]), rows))
                 index["digest"] = digest.hexdigest()
-                bar.update(index["shards"][-1]["bytes"])
+                written = sum(shard["bytes"] for shard in index["shards"])
+                bar.set_postfix_str(f"{written / 1e9:.2f} of {max_bytes / 1e9:.2f} GB")
             write_index(folder, index)
     if not index["shards"]:
         raise ValueError(
