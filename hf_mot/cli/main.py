@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_mot import __version__
-from hf_mot.cli import catalog, demo, evaluate, fit, generate, inspect, push
+from hf_mot.cli import capture, catalog, demo, evaluate, fit, generate, inspect, push
 
 COMMANDS = {
     "demo": demo,
@@ -16,6 +16,7 @@ COMMANDS = {
     "evaluate": evaluate,
     "generate": generate,
     "inspect": inspect,
+    "capture": capture,
     "push": push,
     "list": catalog,
 }
