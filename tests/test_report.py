@@ -89,6 +89,22 @@ def test_markdown_names_command_and_picture():
 
 def test_page_needs_no_other_file_and_escapes_names(tmp_path):
     (tmp_path / "plot.png").write_bytes(b"picture")
+def test_peaks_of_memory_are_among_the_facts(tmp_path):
+    cost = {
+        "time_ratio": 0.2,
+        "time_ratio_low": 0.1,
+        "time_ratio_high": 0.3,
+        "flops_ratio": 0.1,
+        "context_length": 256,
+    }
+    report = make_report(cost={**cost, "peak_bytes": 12_340_000, "prefill_peak_bytes": 5_600_000})
+    text = render_markdown(report, None)
+    assert "- peak memory of a handoff: `12.3 MB at 256 tokens`" in text
+    assert "- peak memory of the target's own prefill: `5.6 MB at 256 tokens`" in text
+    assert "<dt>peak memory of a handoff</dt><dd>12.3 MB" in render_page(report, None)
+    assert "peak memory" not in render_markdown(make_report(cost=cost), None)
+
+
     page = render_page(make_report(gate={"passed": True, "reasons": []}), tmp_path / "plot.png")
     assert "data:image/png;base64,cGljdHVyZQ==" in page
     assert "a/&lt;b&gt; → c" in page and "<b>" not in page

@@ -314,3 +314,6 @@ def _cost_lines(cost: dict[str, float]) -> list[str]:
         ("cache / translator", f"{cost['kv_bytes'] / 1e6:.1f} MB / {cost['translator_bytes'] / 1e6:.1f} MB"),
     ]
     return [f"{label:<20}{text}" for label, text in rows]
+    if "peak_bytes" in cost:
+        peaks = f"{cost['peak_bytes'] / 1e6:.1f} MB handoff, {cost['prefill_peak_bytes'] / 1e6:.1f} MB prefill"
+        rows.append(("peak memory", f"{peaks} (above the models, the cache that it makes included)"))
