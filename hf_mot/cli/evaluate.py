@@ -260,9 +260,8 @@ def _document_lines(report: dict[str, Any]) -> list[str]:
 
 def _task_lines(name: str, figures: dict[str, Any]) -> list[str]:
     metric, nll = figures["metric"], figures["answer_nll"]
-    skipped = "".join(
-        f", {figures[key]} {key.replace('_', ' ')}" for key in ("too_long", "truncated") if key in figures
-    )
+    counted = ("too_long", "truncated", "answers_longer_than_cut")
+    skipped = "".join(f", {figures[key]} {key.replace('_', ' ')}" for key in counted if key in figures)
     lines = [
         f"{name}: {figures['n']} questions{skipped}, {figures['prompt']} prompt, version {figures['version']}",
         f"{'arm':<23}{metric:>8}  {'[95 % interval]':<16}{'EM':>7}{'NLL':>9}  recovery of the answer's NLL",

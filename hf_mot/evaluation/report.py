@@ -131,6 +131,11 @@ def plain_words(report: dict[str, Any]) -> list[str]:
             f"{arm.replace('_', ' ')} {task[arm]:.3f}" for arm in ("translated", "native", "no_context") if arm in task
         ]
         said.append(f"{title} (n = {task['n']}), {metric}: {', '.join(known)}.")
+        if "answers_longer_than_cut" in task:
+            said.append(
+                f"{title}: {task['answers_longer_than_cut']} of its right answers are longer than what a model may "
+                "generate, so that no arm can give them whole."
+            )
         if "counts" in task and not task["counts"]:
             said.append(f"{title} counts in no verdict: native and no context are not clearly apart there.")
     if "cost" in report:
