@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cost-context", type=int, metavar="C", help="tokens of context for the cost [as --context]")
     parser.add_argument("--json", metavar="OUT", help="write all figures to this file, each example's beside it")
     parser.add_argument("--report", metavar="DIR", help="write figures, tables, plot and a page to this folder")
+    parser.add_argument("--card", action="store_true", help="put the figures into the translator's card, verdict too")
     parser.add_argument("--overwrite", action="store_true", help="do not go on with the results that are there")
 
 
@@ -66,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("`--text` and `--tasks` are both missing: there is nothing to measure on. Give one of them.")
     if args.report is not None and os.path.exists(args.report) and not os.path.isdir(args.report):
         raise ValueError(f"`--report` must name a folder, got the file {args.report}.")
+
+    if args.card and not os.path.isdir(args.translator):
+        raise ValueError(f"`--card` needs the translator's own folder, got {args.translator}. Download it first.")
 
     from hf_mot.data.documents import read_documents
     from hf_mot.evaluation.gate import Gate
@@ -146,6 +150,13 @@ def run(args: argparse.Namespace) -> int:
 def _names(given: str | None) -> list[str]:
     return [name.strip() for name in (given or "").split(",") if name.strip()]
 
+    if args.card:
+        from hf_mot.cli.fit import describe_file
+        from hf_mot.hub.record import record_evaluation
+
+        corpus = {"corpus": [describe_file(path) for path in args.text]} if args.text else {}
+        record_evaluation(args.translator, {**report, **corpus})
+        print(f"\nCard: {os.path.join(args.translator, 'README.md')}")
 
 def _load_tasks(names: list[str], data: str | None) -> dict[str, Any]:
     from hf_mot.evaluation.hub_tasks import load_hub_examples
