@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hf_mot.cli import check_output_file, command_line, model_name
+from hf_mot.cli import check_output_file, command_line, model_name, model_revision
 from hf_mot.cli.rivals import (
     RIDGE_FILE,
     check_corpus,
@@ -107,10 +107,18 @@ def run(args: argparse.Namespace) -> int:
     if args.show_prompts:
         print(_format_prompts(args, translator, tasks, source_name, target_name))
         return 0
+
+    def load_side(side: str, name: str) -> dict[str, Any]:
+        revision = model_revision(getattr(args, side), getattr(translator.config, side))
+        return {
+            side: load_model(name, dtype=args.dtype, **revision),
+            f"{side}_tokenizer": load_tokenizer(name, **revision),
+        }
+
     pair: dict[str, Any] = {"source": None, "source_tokenizer": None}
     if source_name is not None:
-        pair = {"source": load_model(source_name, dtype=args.dtype), "source_tokenizer": load_tokenizer(source_name)}
-    pair |= {"target": load_model(target_name, dtype=args.dtype), "target_tokenizer": load_tokenizer(target_name)}
+        pair = load_side("source", source_name)
+    pair |= load_side("target", target_name)
 
     def corpus():
         return read_documents(args.fit_text, lines=args.lines)
@@ -142,6 +150,13 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None:
         page = write_report(report, args.report)
         print(f"\nReport: {page}")
+    if args.card:
+        from hf_mot.cli.fit import describe_file
+        from hf_mot.hub.record import record_evaluation
+
+        corpus = {"corpus": [describe_file(path) for path in args.text]} if args.text else {}
+        record_evaluation(args.translator, {**report, **corpus})
+        print(f"\nCard: {os.path.join(args.translator, 'README.md')}")
     if gate is not None and not report["gate"]["passed"]:
         return 1
     return 0
@@ -150,13 +165,6 @@ def run(args: argparse.Namespace) -> int:
 def _names(given: str | None) -> list[str]:
     return [name.strip() for name in (given or "").split(",") if name.strip()]
 
-    if args.card:
-        from hf_mot.cli.fit import describe_file
-        from hf_mot.hub.record import record_evaluation
-
-        corpus = {"corpus": [describe_file(path) for path in args.text]} if args.text else {}
-        record_evaluation(args.translator, {**report, **corpus})
-        print(f"\nCard: {os.path.join(args.translator, 'README.md')}")
 
 def _load_tasks(names: list[str], data: str | None) -> dict[str, Any]:
     from hf_mot.evaluation.hub_tasks import load_hub_examples
@@ -323,7 +331,7 @@ def _cost_lines(cost: dict[str, float]) -> list[str]:
         ),
         ("cache / translator", f"{cost['kv_bytes'] / 1e6:.1f} MB / {cost['translator_bytes'] / 1e6:.1f} MB"),
     ]
-    return [f"{label:<20}{text}" for label, text in rows]
     if "peak_bytes" in cost:
         peaks = f"{cost['peak_bytes'] / 1e6:.1f} MB handoff, {cost['prefill_peak_bytes'] / 1e6:.1f} MB prefill"
         rows.append(("peak memory", f"{peaks} (above the models, the cache that it makes included)"))
+    return [f"{label:<20}{text}" for label, text in rows]
