@@ -69,5 +69,25 @@ def test_a_view_keeps_its_whole_storage_alive():
     assert (live.now, live.peak) == (0, 4 * 1000)
 
 
+class Wrapper(torch.Tensor):
+    """As quantized weights are: it stands for a tensor, and has no storage."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*(arg.inner if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+
+
+def test_weights_without_a_storage_do_not_disturb():
+    weight, x = Wrapper(torch.ones(10, 10)), torch.zeros(3, 10)
+    assert peak_growth(lambda: x @ weight, CPU) == 4 * 30
+
+
 def test_other_devices_tell_nothing():
     assert peak_growth(lambda: torch.zeros(3, device="meta"), torch.device("meta")) is None

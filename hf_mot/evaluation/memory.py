@@ -68,8 +68,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    leaves = tree_leaves(tree)
-    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"]
+    # Subclasses (the weights of a quantized model) have no storage of their own.
+    plain = (leaf for leaf in tree_leaves(tree) if type(leaf) in (torch.Tensor, torch.nn.Parameter))
+    return [leaf.untyped_storage() for leaf in plain if leaf.device.type == "cpu"]
 
 
 def _cuda_growth(work: Callable[[], Any], device: torch.device) -> int:
