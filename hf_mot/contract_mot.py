@@ -107,7 +107,8 @@ def check_model(contract: dict[str, Any], model: PreTrainedModel, argument: str,
     revision = getattr(model.config, "_commit_hash", None)
     if contract["revision"] is not None and revision is not None:
         _refuse_unless(contract, "id", _hub_id(model), argument)
-        _refuse_unless(contract, "revision", revision, argument)
+        way_out = f"Load it with revision={contract['revision']!r}, or the translator of your pair."
+        _refuse_unless(contract, "revision", revision, argument, way_out)
     # Other parameters are left to compare in a quantized model.
     elif contract.get("quantization") == quantization and not _same_weights(contract["fingerprint"], fingerprint):
         raise ValueError(

@@ -128,6 +128,34 @@ def test_what_was_not_measured_is_left_out(config):
         assert absent not in card
 
 
+def test_verdict_of_the_gate_stands_with_reasons_and_thresholds(config, report):
+    assert "Gate" not in render_card(config, report)
+    gate = {"passed": True, "reasons": [], "judged_on": ["context_nll", "squad"], "recovery": 0.45, "margin": 0.02}
+    report["evaluation"]["gate"] = gate
+    card = render_card(config, report)
+    assert (
+        "## Gate\n\nA recovery of at least 0.45, and better than each control (wrong document, wrong source, " in card
+    )
+    assert "by more than 0.02 nats a token" in card
+    assert "**Passed**, judged on context_nll, squad." in card
+    reasons = ["squad: the recovery is 0.200, needs 0.45", "squad: no_source was not measured (no result)"]
+    report["evaluation"]["gate"] = {**gate, "passed": False, "reasons": reasons, "judged_on": []}
+    card = render_card(config, report)
+    assert "**Passed**" not in card
+    assert f"**Not passed**, judged on nothing.\n\n- {reasons[0]}\n- {reasons[1]}\n\n## Cost" in card
+
+
+def test_tasks_stand_with_n_and_native_beside(config, report):
+    del report["evaluation"]["arms"]
+    squad = {"metric": "f1", "n": 41, "native": 0.3111, "translated": 0.1212, "no_context": 0.0404}
+    squad["answer_nll"] = {"recovery": {"value": 0.5, "low": 0.4, "high": 0.6}}
+    boolq = {"metric": "accuracy", "n": 17, "translated": 0.7, "answer_nll": {}}
+    report["evaluation"]["tasks"] = {"squad": squad, "boolq": boolq}
+    card = render_card(config, report)
+    assert "| squad | f1 | 41 | 0.311 | 0.121 | 0.040 | 0.50 [0.40, 0.60] |" in card
+    assert "| boolq | accuracy | 17 |  | 0.700 |  |  |" in card and "seed 6" in card
+
+
 def test_licences_of_both_models_are_named(config, report):
     config.source, config.target = contract("demo/smollm2-135m-instruct"), contract("demo/gemma-3-270m")
     card = render_card(config, report)

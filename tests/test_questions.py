@@ -9,6 +9,7 @@ from conftest import make_model, make_tokenizer
 from evaluation_pair import make_examples, make_pair
 
 from hf_mot import MoTModel
+from hf_mot.cli.evaluate import _task_lines
 from hf_mot.evaluation import evaluate
 from hf_mot.evaluation.prompts import Prompter
 from hf_mot.evaluation.question_answering import named_choice
@@ -198,6 +199,33 @@ def test_report_of_a_task_follows_the_contract(pair, examples):
     better = figures["answer_nll"]["better_by"]["wrong_document"]["value"]
     difference = figures["answer_nll"]["wrong_document"] - figures["answer_nll"]["translated"]
     assert better == pytest.approx(difference)
+
+
+def test_answers_that_are_cut_are_counted(pair, examples):
+    assert TASKS["squad"].max_new_tokens == 6
+    tokenizer = pair["target_tokenizer"]
+    long, short = "river stone lantern village", "a"
+    asked = [
+        Example(f"task/{index}", example.context, example.question, answers)
+        for index, (example, answers) in enumerate(
+            zip(examples, [(short,), (long,), (long, short), (short, long)], strict=False)
+        )
+    ]
+    assert len(tokenizer(f" {long}", add_special_tokens=False)["input_ids"]) > 6
+    figures, _ = run(pair, "squad", asked, arms=["native"])
+    assert figures["answers_longer_than_cut"] == 2  # by the first answer, which the NLL is of
+    assert "squad: 4 questions, 2 answers longer than cut, plain prompt" in _task_lines("squad", figures)[0]
+    figures, _ = run(pair, "squad", asked[:1] + asked[3:], arms=["native"])
+    assert "answers_longer_than_cut" not in figures
+
+
+def test_closed_set_is_cut_only_where_it_is_generated(pair, monkeypatch):
+    monkeypatch.setitem(TASKS, "boolq", replace(TASKS["boolq"], max_new_tokens=2))
+    examples = make_examples(4, closed=True)  # their choices have a token a letter, or nearly
+    figures, _ = run(pair, "boolq", examples, arms=["native"])
+    assert "answers_longer_than_cut" not in figures
+    figures, _ = run(pair, "boolq", examples, arms=["native"], closed_sets="generate")
+    assert figures["answers_longer_than_cut"] == 4
 
 
 def test_limit_draws_by_seed(pair, examples):

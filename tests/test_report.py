@@ -1,6 +1,7 @@
 import argparse
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from hf_mot.evaluation import arms
 from hf_mot.evaluation import report as report_module
 from hf_mot.evaluation.report import plain_words, render_markdown, render_page, table, write_report
 from hf_mot.evaluation.tasks import TASKS
+from hf_mot.hub.handwriting import BEGIN, END
 
 
 def interval(value):
@@ -85,6 +87,22 @@ def test_markdown_names_command_and_picture():
     text = render_markdown(make_report(), "plot.png")
     assert "| translated | 0.91 | 0.62 | 0.80 | 3.300 | 0.70 [0.60, 0.80] |" in text
     assert "![recovery against cost](plot.png)" in text and "- command: `hf-mot evaluate mot`" in text
+
+
+def test_peaks_of_memory_are_among_the_facts(tmp_path):
+    cost = {
+        "time_ratio": 0.2,
+        "time_ratio_low": 0.1,
+        "time_ratio_high": 0.3,
+        "flops_ratio": 0.1,
+        "context_length": 256,
+    }
+    report = make_report(cost={**cost, "peak_bytes": 12_340_000, "prefill_peak_bytes": 5_600_000})
+    text = render_markdown(report, None)
+    assert "- peak memory of a handoff: `12.3 MB at 256 tokens`" in text
+    assert "- peak memory of the target's own prefill: `5.6 MB at 256 tokens`" in text
+    assert "<dt>peak memory of a handoff</dt><dd>12.3 MB" in render_page(report, None)
+    assert "peak memory" not in render_markdown(make_report(cost=cost), None)
 
 
 def test_page_needs_no_other_file_and_escapes_names(tmp_path):
@@ -194,6 +212,23 @@ def test_gate_sets_the_exit_code(folder, tmp_path, capsys):
     assert json.loads(out.read_text())["gate"]["passed"] is False
 
 
+def test_verdict_goes_into_the_card_and_what_was_written_there_stays(folder, tmp_path, capsys):
+    mot = shutil.copytree(folder / "mot", tmp_path / "mot")
+    (mot / "README.md").write_text(f"{BEGIN}\n\nOutdated.\n\n{END}\n\nMy own words.\n", encoding="utf-8")
+    arguments = ["--text", folder / "text.txt", "--data", folder / "data", "--tasks", "boolq", *models(folder)]
+    assert run_command(folder / "mot", "--gate", *arguments, "--json", tmp_path / "out.json") == 1
+    assert not (folder / "mot" / "README.md").exists()  # only where it is asked for
+    assert run_command(mot, "--gate", "--card", *arguments, "--json", tmp_path / "out.json") == 1
+    assert f"Card: {mot / 'README.md'}" in capsys.readouterr().out
+    card, report = (mot / "README.md").read_text(encoding="utf-8"), json.loads((tmp_path / "out.json").read_text())
+    assert "**Not passed**, judged on context_nll" in card and f"- {report['gate']['reasons'][0]}" in card
+    assert "| boolq | accuracy | 4 |" in card and "documents that it was not fitted on from text.txt" in card
+    assert "My own words." in card and "Outdated" not in card
+    fit_report = json.loads((mot / "fit_report.json").read_text())
+    assert fit_report["tokens"] == 2000 and fit_report["evaluation"]["gate"] == report["gate"]
+    assert "documents" not in fit_report["evaluation"]
+
+
 def test_prompts_are_shown_without_loading_a_model(folder, capsys):
     arguments = ["--data", folder / "data", "--tasks", "squad", "--show-prompts"]
     arguments += ["--source", folder / "source", "--target", folder / "target"]
@@ -219,13 +254,14 @@ def test_report_of_the_command(folder, tmp_path):
         (["--tasks", "sqad"], "'sqad', which is no task. Did you mean squad"),
         (["--tasks", "squad", "--data", "absent"], "has no folder squad"),
         (["--text", "text.txt", "--arms", "rigde", "--source", "absent"], "Did you mean ridge"),
+        (["--text", "text.txt", "--card"], "`--card` needs the translator's own folder, got org/mot"),
         (["--text", "text.txt", "--gate", "--gate-recovery", "2"], "`recovery` of the gate must lie in 0..1, got 2.0"),
     ],
 )
 def test_bad_arguments_are_found_before_a_model_is_loaded(folder, monkeypatch, arguments, message):
     monkeypatch.chdir(folder)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        run_command("mot", *arguments)
+        run_command("org/mot" if "--card" in arguments else "mot", *arguments)
 
 
 def test_ridge_without_text_to_fit_on_is_asked_for(folder, monkeypatch):

@@ -1,3 +1,4 @@
+import csv
 import gzip
 import json
 import sys
@@ -113,6 +114,101 @@ def test_newsqa_is_read_as_its_authors_publish_it(tmp_path):
         load_examples(tmp_path, "newsqa")
 
 
+# As in `NEWSQA_STORY`; the last has no validators, and a line end that the ranges count as one character.
+NEWSQA_STORY = "By Ann --\nThe ferry sank. Nobody was hurt, she said."
+NEWSQA_QUESTIONS = [  # question, the annotators' ranges, the validators' votes
+    (" What sank?", "14:19|10:19|None", {"14:20": 2, "10:19": 1}),
+    ("What?", "14:19|None", {"none": 2, "14:19": 1}),
+    ("x", "14:19|None", {"bad_question": 2, "none": 1}),
+    ("Which?", "14:19|10:19|None", {"14:19": 1, "10:19": 1, "none": 1}),
+    ("Who spoke?", "3:6|3:6,0:6", None),
+    ("Why?", "None|None", None),
+]
+NEWSQA_SPANS = {0: [(14, 20), (14, 20), (10, 19)], 4: [(3, 6)]}  # what the scripts' rule makes of them
+
+
+def newsqa_json(tmp_path, story_ids):
+    """The JSON of the stories, with the consensus that the scripts find."""
+    questions = []
+    for index, (question, _, votes) in enumerate(NEWSQA_QUESTIONS):
+        start, end = NEWSQA_SPANS.get(index, [(None, None)])[0]
+        consensus = {"noAnswer": True} if start is None else {"s": start, "e": end}
+        own = {"q": question, "consensus": consensus}
+        if votes:
+            named = {"none": {"noAnswer": True}, "bad_question": {"badQuestion": True}}
+            own["validatedAnswers"] = [
+                {**(named.get(key) or dict(zip("se", map(int, key.split(":")), strict=True))), "count": count}
+                for key, count in votes.items()
+            ]
+        questions.append(own)
+    stories = [
+        {"storyId": story_id, "type": "test", "text": NEWSQA_STORY, "questions": questions} for story_id in story_ids
+    ]
+    file = tmp_path / "newsqa" / "combined-newsqa-data-v1.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"data": stories, "version": "1"}))
+
+
+def newsqa_csv(tmp_path, story_ids, **changes):
+    columns = ("story_id", "question", "answer_char_ranges", "is_answer_absent", "is_question_bad")
+    with open(tmp_path / "newsqa" / "combined-newsqa-data-v1.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, [*columns, "validated_answers", "story_text"])
+        writer.writeheader()
+        for question, ranges, votes in NEWSQA_QUESTIONS:  # the rows of a story need not be together
+            for story_id in story_ids:
+                row = dict(zip(columns, (story_id, question, ranges, "0.25", "?"), strict=True))
+                row["validated_answers"] = json.dumps(votes) if votes else ""
+                writer.writerow({**row, "story_text": NEWSQA_STORY.replace("\n", "\r\n"), **changes})
+
+
+def test_newsqa_as_csv_gives_what_its_json_gives(tmp_path):
+    story_ids = ["./cnn/stories/ab12.story", "./cnn/stories/cd34.story"]
+    newsqa_json(tmp_path / "a", story_ids)
+    (tmp_path / "b" / "newsqa").mkdir(parents=True)
+    newsqa_csv(tmp_path / "b", story_ids)
+    expected, found = load_examples(tmp_path / "a", "newsqa"), load_examples(tmp_path / "b", "newsqa")
+    assert [example.id for example in expected] == [
+        f"newsqa/{name}-{index}" for name in ("ab12", "cd34") for index in (0, 4)
+    ]
+    assert sorted(found, key=lambda example: example.id) == expected
+    assert (expected[0].answers, expected[1].answers) == (("ferry", "The ferry"), ("Ann",))
+    (tmp_path / "b" / "newsqa" / "test_story_ids.csv").write_text("story_id\n./cnn/stories/cd34.story\n")
+    assert load_examples(tmp_path / "b", "newsqa") == expected[2:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"validated_answers": "[1]"}, r"row 1: the column 'validated_answers' must be empty or .* got '\[1\]'"),
+        ({"validated_answers": '{"4-9": 2}', "answer_char_ranges": "3:6"}, "The task newsqa is empty"),
+        ({"validated_answers": '{"4:x": 2}'}, "row 1: a range must be like 294:297, got '4:x'"),
+    ],
+)
+def test_newsqa_csv_of_another_form_is_named(tmp_path, changes, message):
+    (tmp_path / "newsqa").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"holds neither combined-newsqa-data-v1\.json nor combined-.*\.csv"):
+        load_examples(tmp_path, "newsqa")
+    newsqa_csv(tmp_path, ["a.story"], **changes)
+    with pytest.raises(ValueError, match=message):
+        load_examples(tmp_path, "newsqa")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("story_id,question\nab12\n", "row 1, has not the columns of the head"),
+        ("story_id\nab12\n", "row 1: the key 'story_text' is missing"),
+        (b"story_id\n\xff\n", r"combined-newsqa-data-v1\.csv is not CSV"),
+    ],
+)
+def test_newsqa_csv_that_is_damaged_is_named(tmp_path, text, message):
+    file = tmp_path / "newsqa" / "combined-newsqa-data-v1.csv"
+    file.parent.mkdir()
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=message):
+        load_examples(tmp_path, "newsqa")
+
+
 def test_doc2dial_is_read_as_its_authors_publish_it(tmp_path):
     text = "Bring your card. Open at nine. Closed on Sunday."
     spans = {
@@ -137,17 +233,47 @@ def test_doc2dial_is_read_as_its_authors_publish_it(tmp_path):
     assert (example.question, example.answers) == ("user: When?", ("Open at nine. Closed on Sunday.",))
 
 
+# With all columns of the public data sets, in their order.
 HUB_ROWS = {
-    "squad": {"id": "7", "context": "c", "question": "q", "answers": {"text": ["x", "x", "y"], "answer_start": [0]}},
-    "boolq": {"passage": "c", "question": "q", "answer": False},
-    "pubmedqa": {"pubid": 7, "context": {"contexts": ["c", "d"]}, "question": "q", "final_decision": "maybe"},
+    "squad": {
+        "id": "7",
+        "title": "T",
+        "context": "c",
+        "question": "q",
+        "answers": {"text": ["x", "x", "y"], "answer_start": [0, 0, 4]},
+    },
+    "boolq": {"question": "q", "answer": False, "passage": "c"},
+    "pubmedqa": {
+        "pubid": 7,
+        "question": "q",
+        "context": {
+            "contexts": ["c", "d"],
+            "labels": ["METHODS", "RESULTS"],
+            "meshes": ["Adult"],
+            "reasoning_required_pred": ["n", "o"],
+            "reasoning_free_pred": ["y", "e", "s"],
+        },
+        "long_answer": "what must not be read",
+        "final_decision": "maybe",
+    },
     "hotpotqa": {
         "id": "7",
         "question": "q",
         "answer": "x",
-        "context": {"title": ["T", "U"], "sentences": [["One. ", "Two."], ["Three."]]},
+        "type": "bridge",
+        "level": "hard",
+        "supporting_facts": {"title": ["T"], "sent_id": [1]},
+        "context": {"title": ["T", "U"], "sentences": [["One.", " Two."], ["Three."]]},
     },
-    "mmlu_redux": {"question": "q", "choices": ["a", "b", "c", "d"], "answer": 2, "error_type": "ok"},
+    "mmlu_redux": {
+        "question": "q",
+        "choices": ["a", "b", "c", "d"],
+        "answer": 2,
+        "error_type": "ok",
+        "source": None,
+        "correct_answer": None,
+        "potential_reason": None,
+    },
 }
 
 
@@ -155,6 +281,8 @@ HUB_ROWS = {
 def test_rows_of_the_hub_become_examples(task, monkeypatch):
     datasets = pytest.importorskip("datasets")
     rows = [HUB_ROWS[task]]
+    if task == "mmlu_redux":  # a question that was found wrong is left out
+        rows.append({**rows[0], "error_type": "wrong_groundtruth", "correct_answer": "3"})
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: datasets.Dataset.from_list(rows))
     monkeypatch.setattr(datasets, "get_dataset_config_names", lambda repository: ["law"])
     (example,) = load_hub_examples(task)

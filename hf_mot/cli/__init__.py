@@ -24,6 +24,11 @@ def model_name(given: str | None, contract: dict[str, Any] | None, side: str) ->
     return contract["id"]
 
 
+def model_revision(given: str | None, contract: dict[str, Any] | None) -> dict[str, str]:
+    """The commit of the translator's own model, as an argument to load it with; none of a model that is named."""
+    return {"revision": contract["revision"]} if given is None and contract and contract["revision"] else {}
+
+
 def check_output_file(path: str | None, argument: str) -> None:
     """Refuses a file that cannot be written, before any work is done for it."""
     if path is None:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hf_mot.cli import check_output_file, command_line, model_name
+from hf_mot.cli import check_output_file, command_line, model_name, model_revision
 from hf_mot.cli.rivals import (
     RIDGE_FILE,
     check_corpus,
@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cost-context", type=int, metavar="C", help="tokens of context for the cost [as --context]")
     parser.add_argument("--json", metavar="OUT", help="write all figures to this file, each example's beside it")
     parser.add_argument("--report", metavar="DIR", help="write figures, tables, plot and a page to this folder")
+    parser.add_argument("--card", action="store_true", help="put the figures into the translator's card, verdict too")
     parser.add_argument("--overwrite", action="store_true", help="do not go on with the results that are there")
 
 
@@ -68,6 +69,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("`--text` and `--tasks` are both missing: there is nothing to measure on. Give one of them.")
     if args.report is not None and os.path.exists(args.report) and not os.path.isdir(args.report):
         raise ValueError(f"`--report` must name a folder, got the file {args.report}.")
+
+    if args.card and not os.path.isdir(args.translator):
+        raise ValueError(f"`--card` needs the translator's own folder, got {args.translator}. Download it first.")
 
     from hf_mot.data.documents import read_documents
     from hf_mot.evaluation.gate import Gate
@@ -105,10 +109,18 @@ def run(args: argparse.Namespace) -> int:
     if args.show_prompts:
         print(_format_prompts(args, translator, tasks, source_name, target_name))
         return 0
+
+    def load_side(side: str, name: str) -> dict[str, Any]:
+        revision = model_revision(getattr(args, side), getattr(translator.config, side))
+        return {
+            side: load_model(name, dtype=args.dtype, **revision),
+            f"{side}_tokenizer": load_tokenizer(name, **revision),
+        }
+
     pair: dict[str, Any] = {"source": None, "source_tokenizer": None}
     if source_name is not None:
-        pair = {"source": load_model(source_name, dtype=args.dtype), "source_tokenizer": load_tokenizer(source_name)}
-    pair |= {"target": load_model(target_name, dtype=args.dtype), "target_tokenizer": load_tokenizer(target_name)}
+        pair = load_side("source", source_name)
+    pair |= load_side("target", target_name)
 
     def corpus():
         return read_documents(args.fit_text, lines=args.lines)
@@ -140,6 +152,13 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None:
         page = write_report(report, args.report)
         print(f"\nReport: {page}")
+    if args.card:
+        from hf_mot.cli.fit import describe_file
+        from hf_mot.hub.record import record_evaluation
+
+        corpus = {"corpus": [describe_file(path) for path in args.text]} if args.text else {}
+        record_evaluation(args.translator, {**report, **corpus})
+        print(f"\nCard: {os.path.join(args.translator, 'README.md')}")
     if gate is not None and not report["gate"]["passed"]:
         return 1
     return 0
@@ -262,9 +281,8 @@ def _document_lines(report: dict[str, Any]) -> list[str]:
 
 def _task_lines(name: str, figures: dict[str, Any]) -> list[str]:
     metric, nll = figures["metric"], figures["answer_nll"]
-    skipped = "".join(
-        f", {figures[key]} {key.replace('_', ' ')}" for key in ("too_long", "truncated") if key in figures
-    )
+    counted = ("too_long", "truncated", "answers_longer_than_cut")
+    skipped = "".join(f", {figures[key]} {key.replace('_', ' ')}" for key in counted if key in figures)
     lines = [
         f"{name}: {figures['n']} questions{skipped}, {figures['prompt']} prompt, version {figures['version']}",
         f"{'arm':<23}{metric:>8}  {'[95 % interval]':<16}{'EM':>7}{'NLL':>9}  recovery of the answer's NLL",
@@ -315,4 +333,7 @@ def _cost_lines(cost: dict[str, float]) -> list[str]:
         ),
         ("cache / translator", f"{cost['kv_bytes'] / 1e6:.1f} MB / {cost['translator_bytes'] / 1e6:.1f} MB"),
     ]
+    if "peak_bytes" in cost:
+        peaks = f"{cost['peak_bytes'] / 1e6:.1f} MB handoff, {cost['prefill_peak_bytes'] / 1e6:.1f} MB prefill"
+        rows.append(("peak memory", f"{peaks} (above the models, the cache that it makes included)"))
     return [f"{label:<20}{text}" for label, text in rows]

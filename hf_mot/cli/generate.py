@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from hf_mot.cli import check_output_file, model_name
+from hf_mot.cli import check_output_file, model_name, model_revision
 
 HELP = "answer a prompt about a context that only the source has read"
 
@@ -52,8 +52,12 @@ def run(args: argparse.Namespace) -> int:
     target_name = model_name(args.target, translator.config.target, "target")
     if translator.config.source_layers:
         source_name = model_name(args.source, translator.config.source, "source")
-        source, source_tokenizer = load_model(source_name, dtype=args.dtype), load_tokenizer(source_name)
-    target, target_tokenizer = load_model(target_name, dtype=args.dtype), load_tokenizer(target_name)
+        revision = model_revision(args.source, translator.config.source)
+        source = load_model(source_name, dtype=args.dtype, **revision)
+        source_tokenizer = load_tokenizer(source_name, **revision)
+    revision = model_revision(args.target, translator.config.target)
+    target = load_model(target_name, dtype=args.dtype, **revision)
+    target_tokenizer = load_tokenizer(target_name, **revision)
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.do_sample}
     if args.temperature is not None:
         options["temperature"] = args.temperature

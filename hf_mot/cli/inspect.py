@@ -115,7 +115,7 @@ def _fit_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("", ", ".join(f"{key} {report[key]}" for key in ("ridge", "seed") if key in report)),
     ]
     evaluation = report.get("evaluation", {})
-    if evaluation:
+    if "n" in evaluation:
         rows.append(("measured on", f"{evaluation['n']} other documents, seed {evaluation['seed']}"))
     for metric in ("recovery", "content_recovery", "source_value"):
         if metric in evaluation:

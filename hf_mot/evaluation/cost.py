@@ -12,6 +12,7 @@ from hf_mot.alignment_mot import tokenize_with_spans
 from hf_mot.capture_mot import prefill
 from hf_mot.compat_mot import cache_argument
 from hf_mot.evaluation.arms import Batch, Models
+from hf_mot.evaluation.memory import peak_growth
 from hf_mot.evaluation.windows import Window
 from hf_mot.replay_mot import ReplayPlan
 
@@ -40,8 +41,9 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5) -> dict[st
         - `ttft_native_s`, `ttft_translated_s`: either of the two, and then the prompt up to its last logits;
         - `flops_ratio`: translator and replay as a share of the native prefill's FLOPs;
         - `kv_bytes`, `translator_bytes`: the translated cache's and the translator's live bytes;
-        - `peak_bytes`: growth of memory during a handoff, above the models and the source's cache; only on CUDA, as
-          nothing on a CPU tells it honestly from within the process;
+        - `peak_bytes`: growth of memory during a handoff, above the models and the source's cache, the translated
+          cache included; on the target's device, if that is CUDA or the CPU (see [`peak_growth`]);
+        - `prefill_peak_bytes`: the same during the target's own prefill, its cache included;
         - `context_length`, `prompt_tokens`, `repeats`: what it was measured with.
     """
     target, translator = models.target, models.translator
@@ -103,9 +105,9 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5) -> dict[st
     }
     if layers:
         cost["capture_overhead_s"] = median(seconds["capture"] - seconds["source"] for seconds in rounds)
-    if target.device.type == "cuda":
-        cost["peak_bytes"] = _cuda_growth(handoff, target.device)
-    return cost
+    growth = {"peak_bytes": handoff, "prefill_peak_bytes": lambda: prefill(target, target_ids)}
+    growth = {name: peak_growth(work, target.device) for name, work in growth.items()}
+    return cost | {name: peak for name, peak in growth.items() if peak is not None}
 
 
 def translator_bytes(translator: torch.nn.Module) -> int:
@@ -126,12 +128,3 @@ def _synchronize(models: Models) -> None:
     for model in (models.source, models.target):
         if model is not None and model.device.type != "cpu":
             torch.accelerator.synchronize(model.device)
-
-
-def _cuda_growth(work: Callable[[], Cache], device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    work()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before

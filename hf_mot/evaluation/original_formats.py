@@ -1,49 +1,134 @@
 """NewsQA and Doc2Dial from the files that their authors publish: their text may not be shipped, so users bring it."""
 
+import csv
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-NEWSQA_FILE = "combined-newsqa-data-v1.json"
+NEWSQA_JSON, NEWSQA_CSV = "combined-newsqa-data-v1.json", "combined-newsqa-data-v1.csv"
+NEWSQA_SPLIT = "{}_story_ids.csv"
 DOC2DIAL_FILES = ("doc2dial_doc.json", "doc2dial_dial_validation.json")
+
+Span = tuple[int, int]
 
 
 def read_newsqa(folder: Path, split: str = "test") -> Iterator[dict[str, Any]]:
     """
-    Questions of `combined-newsqa-data-v1.json` (Trischler et al., 2017), as Maluuba's scripts write it, that their
-    annotators agreed on; without those found bad or without an answer.
+    The questions of NewsQA (Trischler et al., 2017) that their annotators agreed on, from either file that Maluuba's
+    scripts write; without those found bad or without an answer. Both give the same rows.
 
     Args:
-        folder (`Path`): Where the file is.
-        split (`str`, *optional*, defaults to `"test"`): Stories of this `type`.
+        folder (`Path`): Where `combined-newsqa-data-v1.json` is or, if it is not, `combined-newsqa-data-v1.csv`.
+        split (`str`, *optional*, defaults to `"test"`): Stories of this split. The CSV does not name it: it is that of
+            the scripts' list `test_story_ids.csv`, if that lies beside it, else all stories are taken.
 
     Raises:
-        FileNotFoundError: If the file is not there.
-        ValueError: If it is no JSON, or lacks a key.
+        FileNotFoundError: If neither file is there.
+        ValueError: If it has not the published form; the message names the place and the key or column.
     """
-    path = folder / NEWSQA_FILE
+    read = _newsqa_json if (folder / NEWSQA_JSON).is_file() else _newsqa_csv
+    for name, text, question, spans in read(folder, split):
+        answers = [text[start:end].strip(" \n.,") for start, end in spans]
+        answers = [answer for answer in dict.fromkeys(answers) if answer]
+        if answers:
+            yield {
+                "id": f"newsqa/{name}",
+                "context": text,
+                "question": question.strip(),
+                "answers": answers,
+                "choices": None,
+                "task": "newsqa",
+            }
+
+
+def _newsqa_json(folder: Path, split: str) -> Iterator[tuple[str, str, str, list[Span]]]:
+    """Name, story, question and the spans of its answers, the consensus first; none if there is no consensus."""
+    path = folder / NEWSQA_JSON
     for number, story in enumerate(_need(_read(path), "data", path)):
         where = f"{path}, story {number}"
         if _need(story, "type", where) != split:
             continue
         text, name = _need(story, "text", where), Path(_need(story, "storyId", where)).stem
         for index, question in enumerate(_need(story, "questions", where)):
-            consensus = _need(question, "consensus", f"{where}, question {index}")
-            if "s" not in consensus:  # a bad question, or one without an answer
-                continue
-            spans = [consensus, *question.get("validatedAnswers", [])]
-            answers = [text[span["s"] : span["e"]].strip(" \n.,") for span in spans if "s" in span]
-            answers = [answer for answer in dict.fromkeys(answers) if answer]
-            if answers:
-                yield {
-                    "id": f"newsqa/{name}-{index}",
-                    "context": text,
-                    "question": _need(question, "q", f"{where}, question {index}").strip(),
-                    "answers": answers,
-                    "choices": None,
-                    "task": "newsqa",
-                }
+            own = f"{where}, question {index}"
+            consensus = _need(question, "consensus", own)
+            # Without a start it is a bad question, or one without an answer.
+            found = [consensus, *question.get("validatedAnswers", [])] if "s" in consensus else []
+            spans = [(span["s"], _need(span, "e", own)) for span in found if "s" in span]
+            yield f"{name}-{index}", text, _need(question, "q", own), spans
+
+
+def _newsqa_csv(folder: Path, split: str) -> Iterator[tuple[str, str, str, list[Span]]]:
+    """The same from the CSV, a question a row."""
+    path, listed = folder / NEWSQA_CSV, folder / NEWSQA_SPLIT.format(split)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{folder} holds neither {NEWSQA_JSON} nor {NEWSQA_CSV}. Put one of them there, as Maluuba's scripts "
+            "write it."
+        )
+    stories = {_need(row, "story_id", where) for where, row in _rows(listed)} if listed.is_file() else None
+    counts: Counter[str] = Counter()
+    for where, row in _rows(path):
+        story_id = _need(row, "story_id", where)
+        name = f"{Path(story_id).stem}-{counts[story_id]}"
+        counts[story_id] += 1
+        if stories is None or story_id in stories:
+            # The ranges count a line end as one character.
+            text = _need(row, "story_text", where).replace("\r\n", "\n")
+            yield name, text, _need(row, "question", where), _agreed_spans(row, where)
+
+
+def _agreed_spans(row: dict[str, str], where: str) -> list[Span]:
+    """
+    The spans of a row as the JSON has them, by the scripts' rule: validators, asked where the first annotators did not
+    agree, must have given one answer at least half of their votes; without validators the most frequent answer counts.
+    """
+    validated = _need(row, "validated_answers", where)
+    if validated:
+        votes = _votes(validated, where)
+        consensus = max(votes, key=votes.get, default="none")
+        agreed = votes.get(consensus, 0) >= sum(votes.values()) / 2
+        ranges = [consensus, *votes] if agreed else []
+    else:
+        said = _need(row, "answer_char_ranges", where).replace("|", ",").split(",")
+        ranges = [consensus] = [Counter(said).most_common(1)[0][0]]
+    if not ranges or ":" not in consensus:
+        return []
+    return [_span(text, where) for text in ranges if ":" in text]
+
+
+def _votes(validated: str, where: str) -> dict[str, int]:
+    try:
+        votes = json.loads(validated)
+    except ValueError:
+        votes = None
+    if not isinstance(votes, dict) or not all(isinstance(count, int) for count in votes.values()):
+        raise ValueError(
+            f"{where}: the column 'validated_answers' must be empty or a JSON object of votes, got {validated!r}."
+        )
+    return votes
+
+
+def _span(text: str, where: str) -> Span:
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None:
+        raise ValueError(f"{where}: a range must be like 294:297, got {text!r}.")
+    return int(match[1]), int(match[2])
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Where a row is, and its cells by the head's columns."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            for number, row in enumerate(csv.DictReader(file), 1):
+                if None in row or None in row.values():  # cells without a column, columns without a cell
+                    raise ValueError(f"{path}, row {number}, has not the columns of the head. Build it again.")
+                yield f"{path}, row {number}", row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not CSV ({error}). Copy or build it again.") from error
 
 
 def read_doc2dial(folder: Path) -> Iterator[dict[str, Any]]:

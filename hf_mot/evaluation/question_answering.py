@@ -144,13 +144,10 @@ class Scorer:
         if not self.task.closed or self.closed_sets == "generate":
             tokenizer = getattr(self.models, f"{side}_tokenizer")
             texts = greedy_answers(model, tokenizer, cache, last_ids, self.task.max_new_tokens)
-        return [
-            self._result(question.example, own, text) for question, own, text in zip(asked, losses, texts, strict=True)
-        ]
+        return [self._result(question, own, text) for question, own, text in zip(asked, losses, texts, strict=True)]
 
-    def _result(self, example: Example, losses: list[torch.Tensor], text: str | None) -> dict[str, Any]:
-        gold = 0 if example.choices is None else example.choices.index(example.answers[0])
-        nll = losses[gold].mean().item()
+    def _result(self, question: Question, losses: list[torch.Tensor], text: str | None) -> dict[str, Any]:
+        example, nll = question.example, losses[question.gold].mean().item()
         if not all(bool(torch.isfinite(part).all()) for part in losses):
             raise ValueError(
                 f"the NLL of {example.id} is {nll}. Check the dtypes of both models and the translator's weights."
@@ -194,15 +191,19 @@ def task_figures(
     Returns:
         `dict`: The mean of the metric by arm; `intervals`; `share_of_native`; `better_by`, by how much `translated` is
         better than a control, paired; `native_minus_no_context` and `counts`, whether its interval excludes 0;
-        `answer_nll`, likewise, with `recovery`; `categories`, where there are several.
+        `answer_nll`, likewise, with `recovery`; `categories`, where there are several; `answers_longer_than_cut`, how
+        many first answers are longer, in the target's tokens, than what is generated of one, if there are any.
     """
     items = questions.items
     clusters = [question.group for question in items]
     values = _columns(results, items, task.metric)
     nll = _columns({arm: rows for arm, rows in results.items() if ARMS[arm].reader == "target"}, items, "nll")
     figures: dict[str, Any] = {"metric": task.metric, "version": task.version, "n": len(items)}
-    skipped = {"too_long": questions.too_long, "truncated": questions.truncated}
-    figures |= {name: count for name, count in skipped.items() if count}
+    counts = {"too_long": questions.too_long, "truncated": questions.truncated}
+    if any("answer" in result for rows in results.values() for result in rows.values()):
+        long = [question for question in items if len(question.answer_ids[question.gold]) > task.max_new_tokens]
+        counts["answers_longer_than_cut"] = len(long)
+    figures |= {name: count for name, count in counts.items() if count}
     figures |= {arm: column.mean().item() for arm, column in values.items()}
     if not task.closed:
         figures["em"] = {arm: column.mean().item() for arm, column in _columns(results, items, "em").items()}

@@ -131,6 +131,11 @@ def plain_words(report: dict[str, Any]) -> list[str]:
             f"{arm.replace('_', ' ')} {task[arm]:.3f}" for arm in ("translated", "native", "no_context") if arm in task
         ]
         said.append(f"{title} (n = {task['n']}), {metric}: {', '.join(known)}.")
+        if "answers_longer_than_cut" in task:
+            said.append(
+                f"{title}: {task['answers_longer_than_cut']} of its right answers are longer than what a model may "
+                "generate, so that no arm can give them whole."
+            )
         if "counts" in task and not task["counts"]:
             said.append(f"{title} counts in no verdict: native and no context are not clearly apart there.")
     if "cost" in report:
@@ -163,8 +168,10 @@ def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     found = [("pair", " → ".join(pair[side] for side in ("source", "target") if side in pair))]
     found += [("translator", ", ".join(f"{key} {value}" for key, value in report["translator"].items()))]
     found += [(key, str(report[key])) for key in ("replay", "dtype", "seed", "n", "skipped") if report.get(key)]
-    if "peak_bytes" in report.get("cost", {}):
-        found.append(("peak memory of a handoff", f"{report['cost']['peak_bytes'] / 2**30:.2f} GiB"))
+    cost = report.get("cost", {})
+    for key, what in (("peak_bytes", "of a handoff"), ("prefill_peak_bytes", "of the target's own prefill")):
+        if key in cost:
+            found.append((f"peak memory {what}", f"{cost[key] / 1e6:.1f} MB at {cost['context_length']} tokens"))
     found.append(("versions", ", ".join(f"{key} {value}" for key, value in report["versions"].items())))
     return found + ([("command", report["command"])] if "command" in report else [])
 

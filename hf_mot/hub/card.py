@@ -3,6 +3,7 @@
 from typing import Any
 
 from hf_mot.configuration_mot import MoTConfig
+from hf_mot.evaluation.gate import CONTROLS
 from hf_mot.hub.handwriting import compose
 from hf_mot.hub.metadata import METRICS, front_matter, plain_front_matter
 
@@ -72,6 +73,8 @@ def render_card(config: MoTConfig, fit_report: dict[str, Any], repo_id: str = ".
     parts = [
         *_opening(source, target, repo_id),
         *_figures(evaluation),
+        *_tasks(evaluation),
+        *_gate(evaluation),
         *_cost(evaluation),
         *_making(config, fit_report),
         "## Limits",
@@ -151,6 +154,42 @@ def _figures(evaluation: dict[str, Any]) -> list[str]:
         "\n".join(rows),
         "\n".join(meanings + notes),
     ]
+
+
+def _tasks(evaluation: dict[str, Any]) -> list[str]:
+    """What the target answers to questions about a context, by what it has read of it."""
+    if not evaluation.get("tasks"):
+        return []
+    rows = [
+        "| task | figure | questions | the context itself | **translated** | nothing | recovery of the answer's NLL |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, task in evaluation["tasks"].items():
+        figures = [task.get(arm) for arm in ("native", "translated", "no_context")]
+        figures.append(task.get("answer_nll", {}).get("recovery"))
+        rows.append(f"| {' | '.join([name, task['metric'], str(task.get('n', '')), *map(_figure, figures)])} |")
+    return ["## Questions about a context", f"Drawn by seed {evaluation['seed']}.", "\n".join(rows)]
+
+
+def _figure(figure: float | dict[str, float] | None) -> str:
+    if figure is None:
+        return ""
+    return _interval(figure) if isinstance(figure, dict) else f"{figure:.3f}"
+
+
+def _gate(evaluation: dict[str, Any]) -> list[str]:
+    """The verdict by the controls, where one was asked for."""
+    if "gate" not in evaluation:
+        return []
+    gate = evaluation["gate"]
+    verdict = "**Passed**" if gate["passed"] else "**Not passed**"
+    rule = (
+        f"A recovery of at least {gate['recovery']:g}, and better than each control ({', '.join(CONTROLS)}) by more "
+        f"than {gate['margin']:g} nats a token with the whole paired interval."
+    ).replace("_", " ")
+    reasons = [f"- {reason}" for reason in gate["reasons"]]
+    judged = f"{verdict}, judged on {', '.join(gate['judged_on']) or 'nothing'}."
+    return ["## Gate", rule, judged, *(["\n".join(reasons)] if reasons else [])]
 
 
 def _interval(figure: dict[str, float]) -> str:

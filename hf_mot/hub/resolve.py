@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.hub import extract_commit_hash
 
 from hf_mot.hub.packaged import PACKAGED_MODELS, gguf_arguments, packaged_model
 
@@ -29,7 +31,8 @@ def load_model(name: str | os.PathLike, dtype: str | torch.dtype = "float32", **
 
     Args:
         name (`str` or `os.PathLike`): A Hub id, a local directory, a GGUF file, or a key of
-            `hf_mot.hub.packaged.PACKAGED_MODELS`; such a model's `name_or_path` is that key.
+            `hf_mot.hub.packaged.PACKAGED_MODELS`; such a model's `name_or_path` is that key. What comes from the Hub
+            has its commit in `config._commit_hash`, where a translator's contract finds it.
         dtype (`str` or `torch.dtype`, *optional*, defaults to `"float32"`): `"float32"`, `"bfloat16"`, `"float16"`, or
             `"fp32"`, `"bf16"`, `"fp16"`.
         kwargs: Passed to `AutoModelForCausalLM.from_pretrained`, e.g. `revision` or `device_map`.
@@ -49,6 +52,8 @@ def load_model(name: str | os.PathLike, dtype: str | torch.dtype = "float32", **
     model = _load(AutoModelForCausalLM, name, path, dtype=dtype, **arguments, **kwargs)
     if name in PACKAGED_MODELS:
         model.name_or_path = model.config.name_or_path = name
+    elif model.name_or_path == path and not os.path.exists(path):  # not an adapter's base, loaded by its own name
+        model.config._commit_hash = _commit(path, **kwargs)
     return model.eval()
 
 
@@ -178,6 +183,20 @@ def _load(auto_class: type, name: str | os.PathLike, path: str | os.PathLike, **
         raise OSError(f"{name} cannot be loaded: {said} {way_out}") from error
     except SafetensorError as error:
         raise ValueError(f"The weights of {name} are truncated or damaged ({error}). Download them again.") from error
+
+
+def _commit(
+    name: str,
+    revision: str | None = None,
+    subfolder: str = "",
+    cache_dir: Any = None,
+    gguf_file: str | None = None,
+    **_,
+) -> str | None:
+    """The commit of a Hub model that was just loaded, by its folder in the local cache: transformers keeps none."""
+    file = os.path.join(subfolder, gguf_file or "config.json")
+    found = try_to_load_from_cache(name, file, cache_dir=cache_dir, revision=revision)
+    return extract_commit_hash(found, None) if isinstance(found, str) else None
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

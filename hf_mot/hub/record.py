@@ -1,0 +1,35 @@
+"""Keeps an evaluation with a translator: in its fit report, and so in its card, and in what is published of it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from hf_mot.evaluation.runner import save_report
+from hf_mot.hub.card import render_card
+from hf_mot.hub.handwriting import merge_card
+from hf_mot.hub.parts import CARD, FIT_REPORT, read_report, read_text
+from hf_mot.hub.resolve import load_translator_config
+
+
+def record_evaluation(folder: str | os.PathLike, report: dict[str, Any]) -> None:
+    """
+    Puts a report in the place of the one that the translator's fit report holds, and renders its card anew; what
+    people have written in the card stays.
+
+    Args:
+        folder (`str` or `os.PathLike`): The translator's.
+        report (`dict`): What `evaluate` returned, its verdict included. The figures of each document are left out.
+
+    Raises:
+        ValueError: If the folder holds no translator, or a damaged fit report.
+    """
+    folder = Path(folder)
+    config = load_translator_config(folder)
+    fit_report, damage = read_report(folder)
+    if damage:
+        raise ValueError(f"{folder / FIT_REPORT} is {damage}. Fit again, or restore it.")
+    fit_report["evaluation"] = {key: value for key, value in report.items() if key != "documents"}
+    card = folder / CARD
+    text = merge_card(render_card(config, fit_report), read_text(card) if card.is_file() else None)
+    save_report(fit_report, folder / FIT_REPORT)
+    card.write_text(text, encoding="utf-8")
