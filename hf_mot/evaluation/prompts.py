@@ -39,6 +39,11 @@ class Question:
     def group(self) -> str:
         return self.text
 
+    @property
+    def gold(self) -> int:
+        """Which of `answer_ids` is right."""
+        return 0 if self.example.choices is None else self.example.choices.index(self.example.answers[0])
+
 
 @dataclass(frozen=True)
 class Prompter:

@@ -144,13 +144,10 @@ class Scorer:
         if not self.task.closed or self.closed_sets == "generate":
             tokenizer = getattr(self.models, f"{side}_tokenizer")
             texts = greedy_answers(model, tokenizer, cache, last_ids, self.task.max_new_tokens)
-        return [
-            self._result(question.example, own, text) for question, own, text in zip(asked, losses, texts, strict=True)
-        ]
+        return [self._result(question, own, text) for question, own, text in zip(asked, losses, texts, strict=True)]
 
-    def _result(self, example: Example, losses: list[torch.Tensor], text: str | None) -> dict[str, Any]:
-        gold = 0 if example.choices is None else example.choices.index(example.answers[0])
-        nll = losses[gold].mean().item()
+    def _result(self, question: Question, losses: list[torch.Tensor], text: str | None) -> dict[str, Any]:
+        example, nll = question.example, losses[question.gold].mean().item()
         if not all(bool(torch.isfinite(part).all()) for part in losses):
             raise ValueError(
                 f"the NLL of {example.id} is {nll}. Check the dtypes of both models and the translator's weights."
