@@ -156,7 +156,7 @@ def measure_sensitivity(
             figures[name] = {
                 "n": len(own.items),
                 **({"skipped": skipped} if skipped else {}),
-                **_figures(losses, pieces, seed, [item.group for item in own.items]),
+                **summarise(losses, pieces, seed, [item.group for item in own.items]),
             }
     return {
         "pair": describe_pair(translator),
@@ -229,7 +229,8 @@ def _caches(batch: Batch, pieces: Sequence[Piece], reverse: bool) -> Iterator[tu
             yield ("restored", piece), mix(native, translated, [other for other in pieces if other != piece])
 
 
-def _figures(losses: dict[Any, torch.Tensor], pieces: Sequence[Piece], seed: int, clusters) -> dict[str, Any]:
+def summarise(losses: dict[Any, torch.Tensor], pieces: Sequence[Piece], seed: int, clusters) -> dict[str, Any]:
+    """The report's part on one measure, of the NLL of its items by reference and by piece."""
     native, worth = losses["native"], losses["no_context"] - losses["native"]
     figures: dict[str, Any] = {}
     if len(set(clusters)) < len(native):
