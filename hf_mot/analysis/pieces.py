@@ -11,10 +11,9 @@ import torch
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.capture_mot import positions_from_mask
 from hf_mot.evaluation.arms import Batch
+from hf_mot.fit.weights import STATES
 from hf_mot.modeling_mot import MoTModel
 from hf_mot.replay_mot import ReplayPlan
-
-STATES = ("keys", "values")
 
 Piece = tuple[int, str]  # a target layer, and which of its states
 
