@@ -123,6 +123,7 @@ def test_costs_are_averaged_over_measures(contract):
             1,
             r"`sensitivity` lacks the target's layers \[0, 1, 2\]",
         ),
+        ({"unexplained": []}, 1, r"`sensitivity` lacks the target's layers \[0, 1, 2\]"),
         ({}, -1, "`sensitivity_power` must be at least 0, got -1"),
         ({}, 1, "`sensitivity` finds no cost in any piece"),
     ],

@@ -60,7 +60,7 @@ def piece_weights(
     unexplained = {(piece["layer"], piece["states"]): piece["value"] for piece in sensitivity["unexplained"]}
     geometry = ModelGeometry.from_dict(target_contract["geometry"])
     pieces = [(layer_idx, states) for layer_idx in range(len(geometry.layers)) for states in STATES]
-    lacking = sorted({layer_idx for layer_idx, states in pieces if (layer_idx, states) not in costs})
+    lacking = sorted({piece[0] for piece in pieces if piece not in costs or piece not in unexplained})
     if lacking:
         raise ValueError(f"`sensitivity` lacks the target's layers {lacking}. Measure it with all layers translated.")
     cost = torch.tensor([sum(costs[piece]) / len(costs[piece]) for piece in pieces], dtype=torch.float64).clamp(min=0)
