@@ -112,7 +112,7 @@ def test_every_command_says_what_it_does(name, capsys):
     ("argv", "message"),
     [
         (["fti"], "hf-mot: error: 'fti' is no command: did you mean fit?"),
-        (["frobnicate"], "is no command: choose from demo, fit, evaluate, generate, inspect"),
+        (["frobnicate"], "is no command: choose from demo, fit, evaluate, analyze, generate, inspect"),
         ([], "the following arguments are required: COMMAND"),
         (["fit"], "hf-mot fit: error: the following arguments are required: --source, --target, --text, --out"),
         ([*"fit --source a --target b --text c --out d --rank many".split()], "must be a number or full, got 'many'"),

@@ -5,6 +5,7 @@ rest of the package are imported inside `run`.
 """
 
 import difflib
+import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -45,6 +46,33 @@ def check_choice(value: str, choices: Sequence[str], argument: str) -> None:
         close = difflib.get_close_matches(value, choices, n=1)
         hint = f"Did you mean {close[0]}? " if close else ""
         raise ValueError(f"`{argument}` is {value!r}. {hint}Choose from {', '.join(choices)}.")
+
+
+def read_json(path: str, argument: str) -> dict[str, Any]:
+    """The object in a JSON file that an argument names."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise ValueError(f"`{argument}` must name a JSON file, but {path} is none ({error}).") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"`{argument}` must name a file with a JSON object, but {path} holds none.")
+    return value
+
+
+def split_names(given: str | None) -> list[str]:
+    """The names in a list with commas."""
+    return [name.strip() for name in (given or "").split(",") if name.strip()]
+
+
+def load_tasks(given: str | None, data: str | None) -> dict[str, Any]:
+    """The examples of the tasks that `--tasks` names, from the folder `--data` or from the Hub."""
+    from hf_mot.evaluation.hub_tasks import load_hub_examples
+    from hf_mot.evaluation.tasks import find_task, load_examples
+
+    names = split_names(given)
+    for name in names:
+        find_task(name)
+    return {name: load_hub_examples(name) if data is None else load_examples(data, name) for name in names}
 
 
 def command_line(argv: Sequence[str]) -> str:

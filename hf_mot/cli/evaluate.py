@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hf_mot.cli import check_output_file, command_line, model_name, model_revision
+from hf_mot.cli import check_output_file, command_line, load_tasks, model_name, model_revision, split_names
 from hf_mot.cli.rivals import (
     RIDGE_FILE,
     check_corpus,
@@ -84,9 +84,9 @@ def run(args: argparse.Namespace) -> int:
         require_matplotlib()
     gate = Gate(args.gate_recovery, args.gate_margin) if args.gate else None
     documents = list(read_documents(args.text, lines=args.lines)) if args.text else None
-    tasks = _load_tasks(_names(args.tasks), args.data)
+    tasks = load_tasks(args.tasks, args.data)
     translator = load_translator(args.translator)
-    arms = DEFAULT_ARMS if args.arms is None else _names(args.arms)
+    arms = DEFAULT_ARMS if args.arms is None else split_names(args.arms)
     if arms == ["all"]:
         arms = _all_arms(args, translator)
     settings = {
@@ -162,19 +162,6 @@ def run(args: argparse.Namespace) -> int:
     if gate is not None and not report["gate"]["passed"]:
         return 1
     return 0
-
-
-def _names(given: str | None) -> list[str]:
-    return [name.strip() for name in (given or "").split(",") if name.strip()]
-
-
-def _load_tasks(names: list[str], data: str | None) -> dict[str, Any]:
-    from hf_mot.evaluation.hub_tasks import load_hub_examples
-    from hf_mot.evaluation.tasks import find_task, load_examples
-
-    for name in names:
-        find_task(name)
-    return {name: load_hub_examples(name) if data is None else load_examples(data, name) for name in names}
 
 
 def _all_arms(args: argparse.Namespace, translator: Any) -> list[str]:

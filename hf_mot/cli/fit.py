@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_mot.cli import check_choice, check_output_file, command_line
+from hf_mot.cli import check_choice, check_output_file, command_line, read_json
 
 HELP = "fit a translator for two models on text files"
 
@@ -25,6 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--embedding-window", type=int, metavar="W", help="target token embeddings to read, own included"
     )
+    parser.add_argument(
+        "--sensitivity",
+        metavar="FILE",
+        help="spend the rank where it costs, by hf-mot analyze --sensitivity --json FILE",
+    )
+    parser.add_argument(
+        "--sensitivity-power", type=float, metavar="P", help="exponent of the weights that this gives, 0 for none [1]"
+    )
+    parser.add_argument(
+        "--key-metric", default="plain", metavar="M", help="errors of keys: plain, or by what each query sees [plain]"
+    )
     parser.add_argument("--tokens", type=int, metavar="N", help="target tokens to fit on, at most")
     parser.add_argument(
         "--eval-text", nargs="+", metavar="FILE", help="other text, to measure the translator on for its card"
@@ -40,11 +51,16 @@ def run(args: argparse.Namespace) -> int:
     # Cheap checks come first: a typo must not cost a download or an hour.
     check_output_file(args.json, "--json")
     _check_out(args.out, args.overwrite)
+    check_choice(args.key_metric, ("plain", "query"), "--key-metric")
+    sensitivity = None if args.sensitivity is None else read_json(args.sensitivity, "--sensitivity")
+    if sensitivity is None and args.sensitivity_power is not None:
+        raise ValueError("`--sensitivity-power` has no effect without `--sensitivity`. Give both, or neither.")
 
     from hf_mot.configuration_mot import METHODS
+    from hf_mot.contract_mot import describe_model
     from hf_mot.data.documents import read_documents
     from hf_mot.evaluation import save_report
-    from hf_mot.fit import fit, save_fit
+    from hf_mot.fit import fit, piece_weights, save_fit
     from hf_mot.hub.card import render_card
     from hf_mot.hub.resolve import load_model, load_tokenizer
 
@@ -66,7 +82,13 @@ def run(args: argparse.Namespace) -> int:
         "source_tokenizer": load_tokenizer(args.source),
         "target_tokenizer": load_tokenizer(args.target),
     }
-    result = fit(documents, **pair, method=args.method, seed=args.seed, **options)
+    if sensitivity is not None:
+        power = 1.0 if args.sensitivity_power is None else args.sensitivity_power
+        contract = describe_model(pair["target"], pair["target_tokenizer"])
+        options["piece_weights"] = piece_weights(sensitivity, contract, power)
+    result = fit(documents, **pair, method=args.method, seed=args.seed, key_metric=args.key_metric, **options)
+    if sensitivity is not None:
+        result.report["sensitivity"] = {**describe_file(args.sensitivity), "power": power}
     result.report["corpus"] = [describe_file(path) for path in args.text]
     result.report["command"] = command_line(args.argv)
     save_fit(result, args.out, card=render_card(result.translator.config, result.report), overwrite=args.overwrite)
@@ -109,6 +131,7 @@ def format_fit(report: dict[str, Any], out: str) -> str:
     counts = ", ".join(f"{report[key]:,} {key}" for key in ("tokens", "windows", "documents"))
     lines = [
         f"{report['method']}, rank {report['rank'] or 'full'}, source layers {layers}",
+        *_metric_lines(report),
         f"fitted on {counts}; ridge {report['ridge']:g}, seed {report['seed']}, {report['seconds']['total']:.0f} s",
     ]
     if "evaluation" in report:
@@ -119,6 +142,21 @@ def format_fit(report: dict[str, Any], out: str) -> str:
     if "evaluation" not in report:
         lines.append(f"measure it on other text: hf-mot evaluate {out} --text FILE…")
     return "\n".join(lines)
+
+
+def _metric_lines(report: dict[str, Any]) -> list[str]:
+    said = []
+    if "piece_weights" in report:
+        pieces = [
+            (weight, f"{states} of {layer_idx}")
+            for layer_idx, pair in enumerate(report["piece_weights"])
+            for weight, states in zip(pair, ("keys", "values"), strict=True)
+        ]
+        heaviest = sorted(pieces, reverse=True)[:3]
+        said.append("weighted; heaviest: " + ", ".join(f"{name} ({weight:.2g})" for weight, name in heaviest))
+    if report.get("key_metric") == "query":
+        said.append("errors of keys measured by the target's queries")
+    return said
 
 
 def _rank(value: str) -> int | str:

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from hf_mot import __version__
-from hf_mot.cli import capture, catalog, demo, evaluate, fit, generate, inspect, push
+from hf_mot.cli import analyze, capture, catalog, demo, evaluate, fit, generate, inspect, push
 
 COMMANDS = {
     "demo": demo,
     "fit": fit,
     "evaluate": evaluate,
+    "analyze": analyze,
     "generate": generate,
     "inspect": inspect,
     "capture": capture,

@@ -54,7 +54,8 @@ def refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):
     from hf_mot.fit import fit
 
     report, config = translator.fit_report or {}, translator.config
-    options = {name: report[key] for name, key in (("max_tokens", "tokens"), ("seed", "seed")) if key in report}
+    recorded = {"max_tokens": "tokens", "seed": "seed", "piece_weights": "piece_weights", "key_metric": "key_metric"}
+    options = {name: report[key] for name, key in recorded.items() if key in report}
     twin = fit(
         corpus,
         **pair,

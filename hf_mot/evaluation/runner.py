@@ -169,7 +169,7 @@ def evaluate(
         gate=gate,
     )
     replay = str(translator.plan(replay))
-    _check_models(arms, translator, no_source, source, target, baselines or {})
+    check_models(arms, translator, no_source, source, target, baselines or {})
     prefix_ids = list(translator.config.target["prefix_ids"])
     prompters = {}
     if tasks:
@@ -201,8 +201,8 @@ def evaluate(
         "seed": seed,
     }
     report = {
-        "pair": _pair(translator),
-        "translator": _describe(translator),
+        "pair": describe_pair(translator),
+        "translator": describe_translator(translator),
         "replay": replay,
         "dtype": settings["dtype"],
         "seed": seed,
@@ -286,7 +286,8 @@ def _overlap(tested: dict[str, dict[str, str]], fit_corpus: Iterable[str]) -> di
     }
 
 
-def _check_models(arms, translator, no_source, source, target, baselines) -> None:
+def check_models(arms, translator, no_source, source, target, baselines) -> None:
+    """Refuses arms that lack what they need, a missing source, and models in training mode."""
     for arm in arms:
         needs = ARMS[arm].needs
         if needs == "no_source" and no_source is None:
@@ -337,7 +338,7 @@ def fingerprint(translator: MoTModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def _pair(translator: MoTModel) -> dict[str, str]:
+def describe_pair(translator: MoTModel) -> dict[str, str]:
     """Hub id and revision of both models, or the model type of one that has no id."""
     pair = {}
     for side in ("source", "target"):
@@ -349,7 +350,8 @@ def _pair(translator: MoTModel) -> dict[str, str]:
     return pair
 
 
-def _describe(translator: MoTModel) -> dict[str, Any]:
+def describe_translator(translator: MoTModel) -> dict[str, Any]:
+    """What was measured, as a report names it."""
     config = translator.config
     name = translator.name_or_path
     fields = {

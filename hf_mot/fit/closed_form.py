@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,12 @@ from ..contract_mot import describe_model
 from ..data import iterate_documents
 from ..geometry_mot import ModelGeometry
 from ..modeling_mot import MoTModel
-from ..rows_mot import positions_from_mask
+from ..rows_mot import left_pad, positions_from_mask
 from ..versions import versions
+from .key_metric import KEY_METRICS, KeyMetric, QueryMoments
 from .solve import LinearMap, choose_layers, choose_ridge, output_sketch, solve
 from .statistics import Moments, Statistics
+from .weights import channel_weights, output_blocks
 from .windows import SHUFFLE_BUFFER, Window, batched, calibration_windows, characters_per_token, shuffled
 
 logger = logging.get_logger(__name__)
@@ -55,13 +57,14 @@ class FitResult:
 
 @dataclass
 class Pair:
-    """The two frozen models of a fit and their tokenizers."""
+    """The two frozen models of a fit and their tokenizers; with a key metric, outputs are in its coordinates."""
 
     source: PreTrainedModel
     target: PreTrainedModel
     source_tokenizer: PreTrainedTokenizerBase
     target_tokenizer: PreTrainedTokenizerBase
     seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0})
+    key_metric: KeyMetric | None = None
 
     def __post_init__(self):
         self.source_contract = describe_model(self.source, self.source_tokenizer)
@@ -109,7 +112,8 @@ class Pair:
         kept = inputs.target_mask.bool() & (positions >= len(self.target_contract["prefix_ids"]))
         features = [part for part in (inputs.source_states, inputs.embeddings) if part is not None]
         x = torch.cat([part.cpu()[kept] for part in features], dim=-1)
-        return x.float(), outputs.cpu()[kept].float()
+        y = outputs.cpu()[kept].float()
+        return x.float(), y if self.key_metric is None else self.key_metric.apply(y)
 
 
 def fit(
@@ -124,6 +128,8 @@ def fit(
     num_source_layers: int = DEFAULT_SOURCE_LAYERS,
     source_layers: list[int] | None = None,
     embedding_window: int = DEFAULT_EMBEDDING_WINDOW,
+    piece_weights: Sequence[Sequence[float]] | None = None,
+    key_metric: str = "plain",
     max_tokens: int = DEFAULT_TOKENS,
     batch_tokens: int = 2048,
     held_out_documents: int = 32,
@@ -143,6 +149,11 @@ def fit(
         num_source_layers (`int`, *optional*, defaults to 10): Source layers to read, chosen on a first sample.
         source_layers (`list[int]`, *optional*): Reads these layers instead of choosing.
         embedding_window (`int`, *optional*, defaults to 5): Target token embeddings read beside the source, in tokens.
+        piece_weights (`Sequence[Sequence[float]]`, *optional*): What squared errors of keys and of values count,
+            `[keys, values]` for each target layer, as [`piece_weights`] makes them of a measured sensitivity: a low
+            rank, the choice of layers and that of the ridge strength then follow them. By default all count alike.
+        key_metric (`str`, *optional*, defaults to `"plain"`): In what metric errors of keys are measured: `"plain"`,
+            or `"query"`, by what the target's own queries make of them.
         max_tokens (`int`, *optional*, defaults to 200,000): Target tokens to fit on; fewer if the text ends earlier.
         batch_tokens (`int`, *optional*, defaults to 2048): Tokens a forward pass; does not change the fit.
         held_out_documents (`int`, *optional*, defaults to 32): Documents set apart to choose the ridge strength.
@@ -153,10 +164,13 @@ def fit(
         [`FitResult`]
 
     Raises:
-        `ValueError`: an unknown method, an impossible size, too little text, models that cannot be translated.
+        `ValueError`: an unknown method or metric, an impossible size or weight, too little text, models that cannot be
+            translated.
     """
     if method != "reduced_rank":
         raise ValueError(f"`method` must be 'reduced_rank', got {method!r}.")
+    if key_metric not in KEY_METRICS:
+        raise ValueError(f"`key_metric` must be one of {', '.join(KEY_METRICS)}, got {key_metric!r}.")
     for name, value, least in (
         ("rank", 1 if rank is None else rank, 1),
         ("num_source_layers", num_source_layers, 1),
@@ -168,6 +182,7 @@ def fit(
         if value < least:
             raise ValueError(f"`{name}` must be at least {least}, got {value}.")
     pair = Pair(source, target, source_tokenizer, target_tokenizer)
+    weights = None if piece_weights is None else channel_weights(piece_weights, pair.target_geometry)
     depth = len(pair.source_geometry.layers)
     if source_layers is not None:
         if not set(source_layers) <= set(range(depth)):
@@ -183,8 +198,12 @@ def fit(
         sample.append(window)
         if sum(window.tokens for window in sample) >= SAMPLE_TOKENS:
             break
+    if key_metric == "query":
+        pair.key_metric = query_metric(pair, batched(sample, 2048), seed)
     if source_layers is None:
-        source_layers = choose_source_layers(pair, batched(sample, 2048), num_source_layers, embedding_window, seed)
+        source_layers = choose_source_layers(
+            pair, batched(sample, 2048), num_source_layers, embedding_window, seed, weights
+        )
     seconds = {"choice_of_layers": time.perf_counter() - started}
     shell = MoTModel(pair.config(source_layers=source_layers, rank=1, embedding_window=embedding_window))
     bar.set_description("Fitting")
@@ -198,6 +217,8 @@ def fit(
     seconds["calibration_forward"] = pair.seconds["forward"] - forward_before
     bar.set_description("Solving")
     moments = statistics.moments()
+    if weights is not None:
+        moments = moments.weighted(weights)
     held_x, held_y = held_out_rows(pair, shell, held_out)
     translator, no_source, choices = _solve_both(pair, moments, held_x, held_y, shell.config, rank, seed)
     seconds |= {"forward": pair.seconds["forward"], "total": time.perf_counter() - started}
@@ -207,6 +228,8 @@ def fit(
         "source_layers": source_layers,
         "embedding_window": embedding_window,
         **choices,
+        **({} if piece_weights is None else {"piece_weights": [list(map(float, own)) for own in piece_weights]}),
+        **({} if key_metric == "plain" else {"key_metric": key_metric}),
         "tokens": moments.count,
         "windows": num_windows,
         "documents": counter["documents"],
@@ -220,11 +243,6 @@ def fit(
         own = {key: value for key, value in report.items() if key != "no_source"}
         no_source.fit_report = {**own, **report["no_source"], "source_layers": []}
     return FitResult(translator, no_source, report)
-
-
-def output_blocks(geometry: ModelGeometry) -> list[int]:
-    """Widths of the blocks of a row of outputs: keys and values of each layer."""
-    return [layer.kv_heads * dim for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)]
 
 
 def pair_windows(
@@ -269,10 +287,26 @@ def split(documents: Iterable[str], held_out: int, seed: int) -> tuple[Iterator[
     return counted(), held, counter
 
 
+def query_metric(pair: Pair, sample: Iterable[list[Window]], seed: int) -> KeyMetric:
+    """The metric of keys that the target's queries on a sample make."""
+    prefix_ids = list(pair.target_contract["prefix_ids"])
+    moments = QueryMoments(pair.target_geometry, len(prefix_ids), seed)
+    for batch in sample:
+        rows = [prefix_ids + tokenize_with_spans(pair.target_tokenizer, window.text)[0] for window in batch]
+        moments.add(pair.target, *left_pad(rows))
+    return moments.metric()
+
+
 def choose_source_layers(
-    pair: Pair, sample: Iterable[list[Window]], count: int, embedding_window: int, seed: int
+    pair: Pair,
+    sample: Iterable[list[Window]],
+    count: int,
+    embedding_window: int,
+    seed: int,
+    weights: torch.Tensor | None = None,
 ) -> list[int]:
-    """Source layers by greedy selection on random projections of a sample's states."""
+    """Source layers by greedy selection on random projections of a sample's states; `weights` `[outputs]` are what
+    the squared errors of outputs count."""
     depth = len(pair.source_geometry.layers)
     if count >= depth:
         return list(range(depth))
@@ -295,6 +329,7 @@ def choose_source_layers(
             x_shift, x_scale = x.mean(0), x.std(0, correction=0).clamp(min=1e-6)
             variances = y.var(0, correction=0).split(outputs)
             scale = torch.cat([v.mean().sqrt().clamp(min=1e-12).expand_as(v) for v in variances])
+            scale = scale if weights is None else scale / weights.sqrt().to(scale)
         x = (x - x_shift) / x_scale
         pieces = x.split([*widths, embedding_width], dim=1)
         layers = [piece @ p for piece, p in zip(pieces, projections, strict=False)]
@@ -336,7 +371,9 @@ def _solve_one(pair, moments: Moments, held_x, held_y, source_layers, config: Mo
     ridge, curve = choose_ridge(moments, held_x, held_y, seed)
     rank = None if rank is None else min(rank, *moments.xy.shape)
     own = pair.config(source_layers=source_layers, rank=rank, embedding_window=config.embedding_window)
-    return build_translator(own, solve(moments, ridge, rank, seed)), {
+    solution = solve(moments, ridge, rank, seed)
+    solution = solution if pair.key_metric is None else pair.key_metric.undo(solution)
+    return build_translator(own, solution), {
         "rank": rank,
         "ridge": ridge,
         "ridge_curve": curve,

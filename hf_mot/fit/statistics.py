@@ -32,6 +32,13 @@ class Moments:
         features = (self.xx[columns][:, columns], self.xy[columns], self.x_mean[columns], self.x_scale[columns])
         return Moments(self.count, *features, self.y_mean, self.y_scale)
 
+    def weighted(self, weights: torch.Tensor) -> "Moments":
+        """The moments with outputs in units in which their plain squared error is the one weighted by `weights`
+        `[outputs]`; what is solved from them comes in the models' own units as before."""
+        roots = weights.sqrt()
+        outputs = (self.y_mean, self.y_scale / roots)
+        return Moments(self.count, self.xx, self.xy * roots, self.x_mean, self.x_scale, *outputs)
+
     def normalise(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows in these units."""
         return (x.double() - self.x_mean) / self.x_scale, (y.double() - self.y_mean) / self.y_scale
