@@ -101,12 +101,14 @@ class MoTModel(MoTPreTrainedModel):
     def plan(self, replay: str | ReplayPlan | None = None) -> ReplayPlan:
         """The replay plan of that name, by default the one of the config, over the layers that are translated. Raises
         `ValueError` for an unknown one, or one that this translator gives too few layers for."""
-        plan, depth = (
-            ReplayPlan.parse(self.config.replay if replay is None else replay),
-            len(self.target_geometry.layers),
-        )
-        layers = plan.layers(self.target_layers, depth)
-        return plan if len(layers) == depth else ReplayPlan(plan.kind, (layers[0], layers[-1]))
+        plan = ReplayPlan.parse(self.config.replay if replay is None else replay)
+        layers = self.injected_layers(plan)
+        everything = len(layers) == len(self.target_geometry.layers)
+        return plan if everything else ReplayPlan(plan.kind, (layers[0], layers[-1]))
+
+    def injected_layers(self, plan: str | ReplayPlan) -> range:
+        """The target layers whose states are translated by a plan. Raises `ValueError` as [`plan`]."""
+        return ReplayPlan.parse(plan).layers(self.target_layers, len(self.target_geometry.layers))
 
     def load_linear_path(self, closed_form: "MoTModel") -> None:
         """

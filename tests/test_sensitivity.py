@@ -22,7 +22,7 @@ class Noisy(nn.Module):
         super().__init__()
         self.channels, self.size = channels, size
 
-    def forward(self, source_states, embeddings):
+    def forward(self, source_states, embeddings, attention_mask=None):
         states = source_states.clone()
         noise = torch.randn(states[..., self.channels].shape, generator=torch.Generator().manual_seed(0))
         states[..., self.channels] += self.size * noise
@@ -168,7 +168,7 @@ def test_unexplained_is_one_minus_r_squared():
         ({"context_length": 3}, "`context_length` must be an integer of at least 8"),
         ({"replay": "some"}, "`replay` must be one of none, full"),
         ({"source": None}, "`source` is None, but this translator reads a source"),
-        ({"replay": "full:1-7"}, "`replay` injects layers 1-7, but the target caches layers 0-2"),
+        ({"replay": "full:1-7"}, "`replay` injects layers 1-7, but the translator gives layers 0-2"),
     ],
 )
 def test_bad_arguments_are_named(pair, change, message):

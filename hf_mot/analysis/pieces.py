@@ -13,15 +13,13 @@ from hf_mot.capture_mot import positions_from_mask
 from hf_mot.evaluation.arms import Batch
 from hf_mot.fit.weights import STATES
 from hf_mot.modeling_mot import MoTModel
-from hf_mot.replay_mot import ReplayPlan
 
 Piece = tuple[int, str]  # a target layer, and which of its states
 
 
 def translated_pieces(translator: MoTModel, replay: str = "none") -> list[Piece]:
     """The pieces that a translation replaces by this plan, bottom layer first."""
-    layers = ReplayPlan.parse(replay).layers(translator.target_geometry)
-    return [(layer_idx, states) for layer_idx in layers for states in STATES]
+    return [(layer_idx, states) for layer_idx in translator.injected_layers(replay) for states in STATES]
 
 
 def mix(native: TranslatedCache, translated: TranslatedCache, pieces: Iterable[Piece]) -> TranslatedCache:
