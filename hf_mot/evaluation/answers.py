@@ -64,9 +64,11 @@ def read_on(model: PreTrainedModel, cache: TranslatedCache, rows: list[list[int]
     return wrap(fork, mask.gather(1, order), cache.sliding)
 
 
-def token_losses(model: PreTrainedModel, cache: TranslatedCache, rows: list[list[int]]) -> list[torch.Tensor]:
+def next_token_logits(
+    model: PreTrainedModel, cache: TranslatedCache, rows: list[list[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The NLL of each token but the first of each row, teacher-forced.
+    What the model expects after each token but the last of each row, teacher-forced.
 
     Args:
         model (`PreTrainedModel`): The model, with its LM head.
@@ -74,7 +76,8 @@ def token_losses(model: PreTrainedModel, cache: TranslatedCache, rows: list[list
         rows (`list[list[int]]`): Ids, of at least two tokens each.
 
     Returns:
-        `list[torch.Tensor]`: Per row its `len - 1` losses in nats, in fp32, on the CPU.
+        `tuple[torch.Tensor, torch.Tensor]`: The logits, `[batch, longest - 1, vocabulary]`, and the ids that really
+        follow, `[batch, longest - 1]`, right-padded.
     """
     ids, mask = right_pad(rows, model.get_input_embeddings().weight.device)
     inputs = {"input_ids": ids[:, :-1]}
@@ -83,8 +86,13 @@ def token_losses(model: PreTrainedModel, cache: TranslatedCache, rows: list[list
         inputs["attention_mask"] = whole
         if "position_ids" in inspect.signature(model.forward).parameters:
             inputs["position_ids"] = positions_from_mask(whole)[:, -inputs["input_ids"].shape[1] :]
-    logits = model(**inputs, **{cache_argument(model): cache.fork()}).logits
-    losses = cross_entropy(logits, ids[:, 1:])
+    return model(**inputs, **{cache_argument(model): cache.fork()}).logits, ids[:, 1:]
+
+
+def token_losses(model: PreTrainedModel, cache: TranslatedCache, rows: list[list[int]]) -> list[torch.Tensor]:
+    """The NLL of each token but the first of each row: `len - 1` losses a row in nats, in fp32, on the CPU. Arguments
+    as in [`next_token_logits`]."""
+    losses = cross_entropy(*next_token_logits(model, cache, rows))
     return [row_losses[: len(row) - 1] for row, row_losses in zip(rows, losses, strict=True)]
 
 
