@@ -176,6 +176,11 @@ def test_bad_arguments_are_refused(translator, pair, options, error):
         wrapped(translator, pair, **options)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_device_that_the_command_line_assumes_is_not_needed(translator, pair):
+    assert wrapped(translator, pair, device="cuda:0").models.target.device.type == "cpu"
+
+
 def test_another_target_is_refused(translator, pair):
     with pytest.raises(ValueError, match="target"):
         wrapped(translator, {**pair, "target": pair["source"]}, arm="native")

@@ -67,7 +67,8 @@ class TranslatedLM(TemplateLM):
         batch_size (`int`, *optional*, defaults to 1): Contexts, and after them prompts, a forward. Changes nothing but
             speed and memory.
         dtype (`str`, *optional*, defaults to `"float32"`): Of models that are loaded here.
-        device (`str`, *optional*): Where all are put. By default they stay where they were loaded.
+        device (`str`, *optional*): Where all are put. By default they stay where they were loaded; so they do on a
+            machine without CUDA with `"cuda:0"`, which the harness's command line says unless told otherwise.
         max_gen_toks (`int`, *optional*, defaults to 256): Tokens to generate, for tasks that do not say.
 
     Raises:
@@ -101,6 +102,8 @@ class TranslatedLM(TemplateLM):
         self.arm, self.batch_size, self.max_gen_toks = arm, int(batch_size), max_gen_toks
         if isinstance(translator, str | os.PathLike):
             translator = load_translator(translator)
+        if str(device).startswith("cuda") and not torch.cuda.is_available():
+            device = None
         if device is not None:
             translator = translator.to(device)
         contracts = translator.config
