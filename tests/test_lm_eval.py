@@ -2,8 +2,7 @@
 
 import json
 import logging
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ pytest.importorskip("lm_eval", reason="an extra: pip install lm-eval")
 
 import lm_eval
 from lm_eval.api.instance import Instance
-from lm_eval.api.registry import get_model
+from lm_eval.api.registry import get_model, model_registry
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -141,8 +140,9 @@ def test_generate_until_equals_the_harness_own_model(translator, pair, until):
     assert translated != native
 
 
-def test_split_is_shown_and_what_has_none_is_counted(translator, pair, caplog):
-    with caplog.at_level(logging.INFO, logger="hf_mot"):
+def test_split_is_shown_and_what_has_none_is_counted(translator, pair, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("lm_eval"), "propagate", True)  # which the harness ends when it sets them up
+    with caplog.at_level(logging.INFO, logger="lm_eval"):
         likelihoods(wrapped(translator, pair), CHOICES + WHOLE)
     assert r"the prompt is '\nQuestion: river?\nAnswer:'" in caplog.text
     assert "2 of 6 texts have no place" in caplog.text
@@ -241,7 +241,7 @@ def test_examples_run_through_the_registered_model(folder, monkeypatch):
         model="hf_mot",
         model_args="translator=translator,source=source,target=target,arm=native,split=\\nQuestion:",
         tasks=["local_boolq", "local_squad"],
-        task_manager=TaskManager(include_path=str(EXAMPLES)),
+        task_manager=TaskManager(include_path=str(EXAMPLES), include_defaults=False),
         batch_size=2,
         limit=3,
         bootstrap_iters=0,
@@ -256,16 +256,11 @@ def test_examples_run_through_the_registered_model(folder, monkeypatch):
     assert found["n-samples"]["local_squad"]["effective"] == 3
 
 
-def test_command_line_of_the_harness_knows_the_model():
+def test_module_run_as_a_script_is_the_harness_command_line_with_the_model(monkeypatch):
     """`lm_eval` itself has no way to load another package's model."""
-    command = [sys.executable, "-m", "hf_mot.evaluation.lm_eval_harness", "run", "--model", "hf_mot"]
-    arguments = [
-        "--model_args",
-        "translator=nowhere/at/all",
-        "--tasks",
-        "local_boolq",
-        "--include_path",
-        str(EXAMPLES),
-    ]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
-    assert "nowhere/at/all does not exist. Check the path" in done.stderr
+    found = []
+    monkeypatch.delitem(model_registry._objs, "hf_mot")  # as in a process of its own
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: found.append(get_model("hf_mot")))
+    with pytest.warns(RuntimeWarning, match="found in sys.modules"):
+        runpy.run_module("hf_mot.evaluation.lm_eval_harness", run_name="__main__")
+    assert [model.__module__ for model in found] == ["__main__"]

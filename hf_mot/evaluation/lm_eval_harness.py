@@ -2,6 +2,7 @@
 `python -m hf_mot.evaluation.lm_eval_harness` is the harness's command line with it."""
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,6 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.contract_mot import check_model, check_tokenizer
@@ -26,7 +26,8 @@ from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
 from hf_mot.modeling_mot import MoTModel
 from hf_mot.replay_mot import ReplayPlan
 
-logger = logging.get_logger(__name__)
+# Among the harness's own loggers: its command line shows what these say, and nobody else's information.
+logger = logging.getLogger("lm_eval.hf_mot")
 
 # Those that need no more than the two models and the translator.
 HARNESS_ARMS = [name for name, arm in ARMS.items() if arm.needs in (None, "source", "identity") and not arm.tasks_only]
