@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_mot.alignment_mot import decode_with_spans
+from hf_mot.data.windows import context_text, document_ids
 
 # y_1 .. y_65: y_1 is fed and not scored (in `no_context` nothing could predict it), so 64 tokens are.
 CONTINUATION_TOKENS = 65
@@ -118,16 +118,13 @@ def cut_windows(
         for index in list(order):
             if limit is not None and len(result) == limit:
                 return result
-            # A special token that is only spelled out in a document stays text.
-            ids = tokenizer(documents[index], add_special_tokens=False, split_special_tokens=True, verbose=False)[
-                "input_ids"
-            ][number * stride :]
+            ids = document_ids(tokenizer, documents[index])[number * stride :]
             if len(ids) < stride:
                 result.too_short += number == 0
                 order.remove(index)
                 continue
-            text, _ = decode_with_spans(tokenizer, ids[:own])
-            if text.endswith("\ufffd") or text.startswith("\ufffd"):
+            text = context_text(tokenizer, ids[:own])
+            if text is None:
                 result.split_character += 1
                 continue
             result.windows.append(Window(index, text, [*prefix_ids, *ids[:own]], ids[own:stride], number))
