@@ -2,7 +2,7 @@
 
 from .arguments import MoTTrainingArguments
 from .collator import PairCollator
-from .datasets import TextDataset
+from .datasets import TextDataset, TextFiles
 from .examples import TrainingExample, iterate_examples
 from .losses import LOSSES, LossInputs, weighted_sum
 from .trainer import MoTTrainer
@@ -14,6 +14,7 @@ __all__ = [
     "MoTTrainingArguments",
     "PairCollator",
     "TextDataset",
+    "TextFiles",
     "TrainingExample",
     "iterate_examples",
     "weighted_sum",

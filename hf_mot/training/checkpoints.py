@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_mot.modeling_mot import MoTModel
+from hf_mot.modeling_mot import FIT_REPORT, MoTModel
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
@@ -34,20 +34,49 @@ def check_checkpoint(checkpoint: str | Path, model: MoTModel) -> None:
     path = Path(checkpoint) / "config.json"
     if not path.is_file():  # of an adapter, whose base is the model at hand
         return
-    # As it would be read back: without what transformers adds at saving, and with JSON's types.
-    found = _flat(json.loads(path.read_text(encoding="utf-8")))
-    expected = _flat(json.loads(json.dumps(model.config.to_dict(), default=str)))
-    for field in expected:
-        if field.split(".")[0] in _OWN_OF_A_RUN or found.get(field) == expected[field]:
-            continue
-        raise ValueError(
-            f"The checkpoint {checkpoint} is of another translator: `{field}` is {_short(found.get(field))}, expected "
-            f"{_short(expected[field])}. Resume with the pair and settings that it was made with, or start anew in "
-            "another folder."
-        )
+    found = json.loads(path.read_text(encoding="utf-8"))
+    expected = json.loads(json.dumps(model.config.to_dict(), default=str))
+    own = [name for name in type(model.config).__annotations__ if name in expected]
+    _refuse_difference(
+        {name: found.get(name) for name in own},
+        {name: expected[name] for name in own},
+        f"The checkpoint {checkpoint} is of another translator",
+        "Resume with the pair and the method that it was made with",
+    )
 
 
-_OWN_OF_A_RUN = ("transformers_version", "architectures", "dtype", "auto_map", "_name_or_path")
+def check_run(checkpoint: str | Path, report: dict[str, Any]) -> None:
+    """
+    Refuses to go on from a checkpoint with other settings, plan or text than it was made with.
+
+    Args:
+        checkpoint (`str` or `Path`): The checkpoint.
+        report (`dict`): The training report of the run that is to go on.
+
+    Raises:
+        `ValueError`: names the first setting that differs, what was expected and what came.
+    """
+    path = Path(checkpoint) / FIT_REPORT
+    if not path.is_file():
+        return
+    found = json.loads(path.read_text(encoding="utf-8")).get("training", {})
+    compared = ("settings", "replay", "corpus")
+    _refuse_difference(
+        {name: found.get(name) for name in compared},
+        {name: json.loads(json.dumps(report.get(name))) for name in compared},
+        f"The checkpoint {checkpoint} was made with other settings",
+        "Resume with the same ones",
+    )
+
+
+def _refuse_difference(found: dict[str, Any], expected: dict[str, Any], what: str, way_out: str) -> None:
+    found, expected = _flat(found), _flat(expected)
+    for field in dict.fromkeys([*expected, *found]):
+        if found.get(field) != expected.get(field):
+            raise ValueError(
+                f"{what}: `{field}` is {_short(found.get(field))}, expected {_short(expected.get(field))}. {way_out}, "
+                "or start anew in another folder."
+            )
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:

@@ -32,6 +32,9 @@ class Comparison:
         cc_start (`int`): As in [`LossInputs`].
         layer_weights (`Sequence`, *optional*): Weights of all target layers, as in [`LossInputs`].
         allow_variant (`bool`): As in [`MoTModel.translate`].
+
+    Raises:
+        `ValueError`: a loss that the plan cannot have.
     """
 
     source: PreTrainedModel | None
@@ -43,6 +46,13 @@ class Comparison:
     cc_start: int = 0
     layer_weights: Sequence[float | tuple[float, float]] | None = None
     allow_variant: bool = False
+
+    def __post_init__(self):
+        if "cc_hidden" in self.losses and self.plan.kind == "none":
+            raise ValueError(
+                "`losses` holds cc_hidden, which compares hidden states over the context: it needs a `replay` in "
+                "which the target computes them, like full. Leave it out, or choose such a plan."
+            )
 
     @torch.no_grad()
     def inputs(self, mot: MoTModel, batch: dict[str, Any]) -> TranslationInputs:

@@ -1,16 +1,34 @@
 """Text as a stream of training examples."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from hf_mot.contract_mot import special_prefix
+from hf_mot.data import read_documents
 
 from .arguments import MoTTrainingArguments
 from .examples import TrainingExample, iterate_examples
+
+
+class TextFiles:
+    """
+    The documents of text files, read anew each time.
+
+    Args:
+        paths (`Sequence[str]`): The files, as [`read_documents`] takes them.
+        lines (`bool`, *optional*, defaults to `False`): One document a line.
+    """
+
+    def __init__(self, paths: Sequence[str], lines: bool = False):
+        self.paths, self.lines = paths, lines
+        iter(self)  # a file that is not there is missed here
+
+    def __iter__(self) -> Iterator[str]:
+        return read_documents(self.paths, lines=self.lines)
 
 
 class TextDataset(IterableDataset):

@@ -113,6 +113,7 @@ class MoTTrainer(Trainer):
                 batch_size=args.per_device_eval_batch_size,
                 seed=args.seed,
             )
+        self.facts: dict[str, Any] = {}  # what else the report says, e.g. the name of the text
         self._variances: dict[str, list[float]] | None = None
         self._meters = {True: Meter(), False: Meter()}  # in training, in evaluation
         self._clock = time.perf_counter()
@@ -205,7 +206,8 @@ class MoTTrainer(Trainer):
         """The translator's fit report, with how it was trained: settings, steps, tokens, losses, seconds, versions."""
         report = dict(self.translator.fit_report or {})
         report.pop("evaluation", None)  # of the translator that the training started from
-        return {**report, "training": training_report(self.args, self.state, str(self.comparison.plan))}
+        training = training_report(self.args, self.state, str(self.comparison.plan))
+        return {**report, "training": {**training, **self.facts}}
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         check_checkpoint(resume_from_checkpoint, self.translator)
