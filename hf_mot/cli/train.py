@@ -118,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _training_arguments(args: argparse.Namespace) -> Any:
+    import torch
+
     from hf_mot.training import MoTTrainingArguments
 
     options = {
@@ -153,6 +155,7 @@ def _training_arguments(args: argparse.Namespace) -> Any:
         report_to=args.report_to,
         seed=args.seed,
         bf16=args.bf16,
+        dataloader_pin_memory=torch.cuda.is_available(),
         **options,
     )
 
