@@ -260,7 +260,9 @@ class MoTModel(PreTrainedModel):
         target_ids, target_mask = left_pad([prefix + row.target_ids for row in aligned])
         _check_length("target", target_ids.shape[1], self.target_geometry)
         if source_states is not None:
-            source_index, _ = left_pad([[0] * len(prefix) + row.source_index for row in aligned])
+            firsts = source_mask.long().argmax(dim=1).tolist()  # not the pads before it
+            rows = zip(firsts, aligned, strict=True)
+            source_index, _ = left_pad([[first] * len(prefix) + row.source_index for first, row in rows])
             index = source_index.to(source_states.device)[..., None].expand(-1, -1, source_states.shape[-1])
             source_states = self._to_own(source_states.gather(1, index))  # [batch, target_seq, width]
         return TranslationInputs(source_states, self._embed(target, target_ids, target_mask), target_ids, target_mask)

@@ -69,6 +69,8 @@ def test_copy_prompts_can_be_looked_up_in_the_context():
             spans.append(rest[:own])
             rest = rest[own:]
         assert len(example.prompt_ids) == 70
+        while spans[-1] and spans[-1][-1] == separator[0]:  # cut off within the next separator
+            spans[-1].pop()
         assert all(",".join(map(str, span)) in text for span in spans)
         assert all(COPIED_SPAN[0] <= len(span) <= COPIED_SPAN[1] for span in spans[:-1])
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_mot import __version__
-from hf_mot.cli import catalog, demo, evaluate, fit, generate, inspect, push, train
+from hf_mot.cli import capture, catalog, demo, evaluate, fit, generate, inspect, push, train
 
 COMMANDS = {
     "demo": demo,
@@ -17,6 +17,7 @@ COMMANDS = {
     "evaluate": evaluate,
     "generate": generate,
     "inspect": inspect,
+    "capture": capture,
     "push": push,
     "list": catalog,
 }

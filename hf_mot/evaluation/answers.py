@@ -64,17 +64,20 @@ def read_on(model: PreTrainedModel, cache: TranslatedCache, rows: list[list[int]
     return wrap(fork, mask.gather(1, order), cache.sliding)
 
 
-def token_losses(model: PreTrainedModel, cache: TranslatedCache, rows: list[list[int]]) -> list[torch.Tensor]:
+def prompt_logits(
+    model: PreTrainedModel, cache: TranslatedCache, rows: list[list[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The NLL of each token but the first of each row, teacher-forced.
+    Runs a prompt over a cache, which is not changed. Gradients flow to the cache.
 
     Args:
         model (`PreTrainedModel`): The model, with its LM head.
-        cache (`TranslatedCache`): What comes before; it is not changed.
+        cache (`TranslatedCache`): What comes before.
         rows (`list[list[int]]`): Ids, of at least two tokens each.
 
     Returns:
-        `list[torch.Tensor]`: Per row its `len - 1` losses in nats, in fp32, on the CPU.
+        `tuple(torch.Tensor)`: Logits after each id but the last of each row, `[batch, longest - 1, vocab]`, and the
+        ids, `[batch, longest]`; both right-padded.
     """
     ids, mask = right_pad(rows, model.get_input_embeddings().weight.device)
     inputs = {"input_ids": ids[:, :-1]}
@@ -83,7 +86,20 @@ def token_losses(model: PreTrainedModel, cache: TranslatedCache, rows: list[list
         inputs["attention_mask"] = whole
         if "position_ids" in inspect.signature(model.forward).parameters:
             inputs["position_ids"] = positions_from_mask(whole)[:, -inputs["input_ids"].shape[1] :]
-    logits = model(**inputs, **{cache_argument(model): cache.fork()}).logits
+    return model(**inputs, **{cache_argument(model): cache.fork()}).logits, ids
+
+
+def token_losses(model: PreTrainedModel, cache: TranslatedCache, rows: list[list[int]]) -> list[torch.Tensor]:
+    """
+    The NLL of each token but the first of each row, teacher-forced.
+
+    Args:
+        model, cache, rows: As in [`prompt_logits`].
+
+    Returns:
+        `list[torch.Tensor]`: Per row its `len - 1` losses in nats, in fp32, on the CPU.
+    """
+    logits, ids = prompt_logits(model, cache, rows)
     losses = cross_entropy(logits, ids[:, 1:])
     return [row_losses[: len(row) - 1] for row, row_losses in zip(rows, losses, strict=True)]
 
