@@ -11,6 +11,8 @@ from training_pair import make_args, make_trainer
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_mot import MoTModel
+from hf_mot.data.capture import capture_states
+from hf_mot.data.states import StatesDataset
 from hf_mot.evaluation import evaluate
 from hf_mot.evaluation.answers import token_losses
 from hf_mot.rows_mot import left_pad
@@ -110,6 +112,39 @@ def test_prompt_loss_is_that_of_the_prompt_after_a_handoff(pair, uneven, tmp_pat
     )
     expected = torch.cat(token_losses(pair["target"], cache, [example.prompt_ids for example in uneven]))
     assert loss.item() == pytest.approx(expected.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("top_logits", [0, 300, None])
+@pytest.mark.parametrize("plan", ["none", "full:1-2"])
+def test_captured_states_give_the_losses_of_live_ones(pair, uneven, tmp_path, plan, top_logits):
+    model = make_translator(pair)
+    top_logits = top_logits and min(top_logits, len(pair["target_tokenizer"]))
+    states = {"folder": tmp_path / "states", "dtype": "float32", "top_logits": top_logits, "progress": False}
+    capture_states(uneven, model, **pair, **states)
+    losses = "cc=1,cr=1,pl=1,distill=1,key_attention=1" if top_logits == 0 else "cc=1,cr=1,pl=1,distill=1"
+    args = make_args(tmp_path, losses=losses, replay=plan, per_device_eval_batch_size=4)
+    live = make_trainer(pair, args, model, train_dataset=uneven, eval_dataset=uneven).evaluate()
+    captured = StatesDataset(tmp_path / "states", model.config)
+    data = {"train_dataset": captured, "eval_dataset": captured, "source": None, "source_tokenizer": None}
+    found = make_trainer(pair, args, model, **data).evaluate()
+    for name in args.losses:
+        assert found[f"eval_{name}_loss"] == pytest.approx(live[f"eval_{name}_loss"], rel=1e-3, abs=1e-4)
+
+
+def test_states_are_regressed_on_without_any_language_model(pair, uneven, tmp_path):
+    model = make_translator(pair)
+    capture_states(uneven, model, **pair, folder=tmp_path / "states", top_logits=0, progress=False)
+    nobody = dict.fromkeys(pair)
+    data = {"train_dataset": StatesDataset(tmp_path / "states", model.config), **nobody}
+    args = make_args(tmp_path, losses="cc", max_steps=6, learning_rate=1e-2)
+    trainer = make_trainer(pair, args, model, target_embeddings=pair["target"].get_input_embeddings(), **data)
+    trainer.train()
+    logged = [logs["cc_loss"] for logs in trainer.state.log_history if "loss" in logs]
+    assert logged[-1] < 0.9 * logged[0]
+    with pytest.raises(ValueError, match="`target` is required: pl cannot be trained on without running it"):
+        make_trainer(pair, make_args(tmp_path, losses="cc=1,pl=1"), model, **data)
+    with pytest.raises(ValueError, match="`target` is required: text cannot"):
+        make_trainer(pair, args, model, **{**data, "train_dataset": uneven})
 
 
 def test_accumulated_batches_equal_one_large_batch(pair, uneven, tmp_path):

@@ -57,9 +57,6 @@ class MoTTrainingArguments(TrainingArguments):
     max_grad_norm: float = field(default=1.0, metadata={"help": "Norm at which gradients are clipped."})
     logging_steps: float = field(default=10, metadata={"help": "Steps from log to log."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay false: no column is unused."})
-    label_names: list[str] | None = field(
-        default_factory=lambda: ["labels"], metadata={"help": "Keys of a batch that are labels."}
-    )
     losses: dict | str | None = field(default=None, metadata={"help": "Weights of the losses, e.g. cc=1,pl=1."})
     replay: str | None = field(default=None, metadata={"help": "Replay plan that is trained for."})
     correct_window_start: bool = field(default=True, metadata={"help": "Count the window's first layer in losses."})

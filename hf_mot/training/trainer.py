@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import unwrap_peft_model
 
 from hf_mot.contract_mot import check_model, check_tokenizer
+from hf_mot.data.states import StatesDataset
 from hf_mot.modeling_mot import MoTModel
 from hf_mot.replay_mot import ReplayPlan
 
@@ -40,14 +41,16 @@ class MoTTrainer(Trainer):
         model ([`MoTModel`] or a `PeftModel` of one): The translator.
         args ([`MoTTrainingArguments`], *optional*): The recipe.
         data_collator (`Callable`, *optional*): Makes batches; [`PairCollator`] by default.
-        target (`PreTrainedModel`): The target.
-        source (`PreTrainedModel`, *optional*): The source; not needed where the translator reads none, or the data
-            holds its states.
+        target (`PreTrainedModel`, *optional*): The target. Only captured states
+            ([`hf_mot.data.states.StatesDataset`]) can be trained on without it, by losses on states.
+        source (`PreTrainedModel`, *optional*): The source; not needed where the translator reads none, or its states
+            were captured.
         source_tokenizer, target_tokenizer (`PreTrainedTokenizerBase`, *optional*): Their fast tokenizers.
         eval_documents (`Iterable[str]`, *optional*): Held-out documents: `evaluate` then also reports `eval_recovery`.
         no_source ([`MoTModel`], *optional*): The translator's twin without source: and `eval_source_value`.
         layer_weights (`Sequence`, *optional*): A weight for each target layer in the losses on states, or a pair of
             them for its keys and its values.
+        target_embeddings (`nn.Module`, *optional*): The target's token embeddings, in place of a target.
         allow_variant (`bool`, *optional*, defaults to `False`): Accepts a source or target that is the translator's
             with another PEFT adapter or quantization.
         kwargs: Of `transformers.Trainer`.
@@ -62,29 +65,35 @@ class MoTTrainer(Trainer):
         args: MoTTrainingArguments | None = None,
         data_collator: Any = None,
         *,
-        target: PreTrainedModel,
+        target: PreTrainedModel | None = None,
         source: PreTrainedModel | None = None,
         source_tokenizer: PreTrainedTokenizerBase | None = None,
         target_tokenizer: PreTrainedTokenizerBase | None = None,
         eval_documents: Iterable[str] | None = None,
         no_source: MoTModel | None = None,
         layer_weights: Sequence[float | tuple[float, float]] | None = None,
+        target_embeddings: nn.Module | None = None,
         allow_variant: bool = False,
         **kwargs: Any,
     ):
         args = MoTTrainingArguments("tmp_trainer") if args is None else args
+        data = [kwargs.get("train_dataset"), kwargs.get("eval_dataset")]
+        captured = next((part for part in data if isinstance(part, StatesDataset)), None)
         super().__init__(model, args, PairCollator() if data_collator is None else data_collator, **kwargs)
         self.loss_is_scaled_for_ga = True
         mot = self.translator
         mot.config.__dict__.pop("use_cache", None)  # set on every model; a translator has no such field
-        check_model(mot.config.target, target, "target", allow_variant)
-        check_tokenizer(mot.config.target, target_tokenizer, "target_tokenizer")
-        if source is not None:
-            check_model(mot.config.source, source, "source", allow_variant)
-            check_tokenizer(mot.config.source, source_tokenizer, "source_tokenizer")
-        for model in (source, target, no_source):
-            if model is not None:
-                _freeze(model, args.device)
+        for side, language_model, tokenizer in (
+            ("source", source, source_tokenizer),
+            ("target", target, target_tokenizer),
+        ):
+            if language_model is not None:
+                check_model(getattr(mot.config, side), language_model, side, allow_variant)
+                check_tokenizer(getattr(mot.config, side), tokenizer, f"{side}_tokenizer")
+        for frozen in (source, target, no_source, target_embeddings):
+            if frozen is not None:
+                _freeze(frozen, args.device)
+        self.target_embeddings = target_embeddings
         self.prefix = len(mot.config.target["prefix_ids"])
         self.comparison = Comparison(
             source,
@@ -92,7 +101,8 @@ class MoTTrainer(Trainer):
             source_tokenizer,
             target_tokenizer,
             plan=ReplayPlan.parse("none" if args.replay is None else args.replay),
-            losses=list(args.losses),
+            losses=[name for name, weight in args.losses.items() if weight],
+            captured_layers=None if captured is None else captured.target_layers,
             cc_start=0 if args.correct_window_start else 1,
             layer_weights=layer_weights,
             allow_variant=allow_variant,
@@ -128,7 +138,7 @@ class MoTTrainer(Trainer):
         The weighted sum of the losses. Each is a mean over tokens; `num_items_in_batch` holds how many of them the
         whole accumulated batch has, so that the sum over its parts is that of one large batch.
         """
-        read = self.comparison.inputs(self.translator, inputs)
+        read = self.comparison.inputs(self.translator, inputs, self.target_embeddings)
         output = model(read.source_states, read.embeddings)
         compared = self.comparison.loss_inputs(self.translator, output, read, inputs)
         compared = replace(compared, variances=self._native_variances())
@@ -223,8 +233,8 @@ class MoTTrainer(Trainer):
             found = []
             for start in range(0, len(examples), VARIANCE_BATCH):
                 batch = self._prepare_inputs(self.data_collator(examples[start : start + VARIANCE_BATCH]))
-                read = self.comparison.inputs(self.translator, batch)
-                found.append(native_variances(self.comparison.loss_inputs(self.translator, None, read, batch)))
+                read = self.comparison.inputs(self.translator, batch, self.target_embeddings)
+                found.append(native_variances(self.comparison.native_inputs(self.translator, read, batch)))
             self._variances = {
                 name: [sum(layer) / len(found) for layer in zip(*(each[name] for each in found), strict=True)]
                 for name in found[0]
