@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_documents, make_pair, save_pair
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_mot import MoTModel
 from hf_mot.cli.main import main
 from hf_mot.fit import fit, save_fit
 from hf_mot.training import MoTTrainer
-from hf_mot.training.start import continue_from, new_translator
+from hf_mot.training.start import continue_from, describe_pair, new_translator
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -93,6 +93,26 @@ def test_train_goes_on_where_it_was_killed(command, tmp_path, capsys, monkeypatc
     assert all(torch.equal(weight, whole[name]) for name, weight in killed.items())
 
 
+def test_train_on_captured_states_does_not_load_the_source(folder, command, tmp_path, capsys, monkeypatch):
+    pair = [*command[1:5], "--text", str(folder / "train.txt"), "--lines", "--length", "40", "--context", "12", "20"]
+    captured = ["capture", *pair, "--source-layers", "0", "2", "--out", str(tmp_path / "states"), "--examples", "8"]
+    assert main(captured) == 0
+    monkeypatch.setattr("hf_mot.hub.resolve.load_tokenizer", lambda name: AutoTokenizer.from_pretrained(name))
+    loaded = []
+    monkeypatch.setattr(
+        "hf_mot.hub.resolve.load_model",
+        lambda name, **kwargs: loaded.append(name) or AutoModelForCausalLM.from_pretrained(name),
+    )
+    start = command.index("--text")
+    arguments = [*command[:start], "--states", str(tmp_path / "states"), *command[command.index("--batch-size") :]]
+    options = ["--config", "rank=4", "embedding_window=2", "--losses", "cc=1,distill=1"]
+    assert main([*arguments, *options, "--out", str(tmp_path / "out")]) == 0
+    assert loaded == [str(folder / "target")]
+    mot = MoTModel.from_pretrained(tmp_path / "out")
+    assert mot.config.source_layers == [0, 2] and mot.config.rank == 4
+    assert mot.fit_report["training"]["corpus"][0]["name"] == "8 captured examples"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -118,10 +138,10 @@ def test_train_overwrites_checkpoints_alone(command, tmp_path, capsys):
 
 
 def test_new_translator_reads_evenly_spaced_layers():
-    pair = make_pair()
-    found = [new_translator(**pair, num_source_layers=count, rank=4).config.source_layers for count in (1, 2, 10)]
+    pair = describe_pair(**make_pair())
+    found = [new_translator(pair, num_source_layers=count, rank=4).config.source_layers for count in (1, 2, 10)]
     assert found == [[0], [0, 2], [0, 1, 2]]
-    model = new_translator(**pair, rank=4)
+    model = new_translator(pair, rank=4)
     assert continue_from(model, rank=4) is model
 
 

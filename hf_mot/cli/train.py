@@ -11,14 +11,16 @@ from typing import Any
 from hf_mot.cli import check_choice, check_output_file, command_line
 from hf_mot.cli.fit import describe_file
 
-HELP = "train a translator for two models on text files"
+HELP = "train a translator for two models on text files, or on captured states"
 CHECKPOINTS = "checkpoints"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", required=True, help="the model that reads: Hub id, folder, GGUF file or demo name")
     parser.add_argument("--target", required=True, help="the model that answers, likewise")
-    parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="text to train on, gzipped or not")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--text", nargs="+", metavar="FILE", help="text to train on, gzipped or not")
+    data.add_argument("--states", metavar="DIR", help="states to train on instead, as hf-mot capture keeps them")
     parser.add_argument("--lines", action="store_true", help="one document a line")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the translator and its checkpoints")
     parser.add_argument("--overwrite", action="store_true", help="start anew instead of from DIR's last checkpoint")
@@ -61,36 +63,35 @@ def run(args: argparse.Namespace) -> int:
     settings = dict(map(_setting, args.config))
 
     from hf_mot.configuration_mot import METHODS
+    from hf_mot.data.states import StatesDataset
     from hf_mot.evaluation import save_report
     from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
     from hf_mot.training import MoTTrainer, TextDataset, TextFiles
     from hf_mot.training.checkpoints import check_run, last_checkpoint
-    from hf_mot.training.start import continue_from, new_translator
 
     if args.method is not None:
         check_choice(args.method, [method for method in METHODS if method != "identity"], "--method")
         settings["method"] = args.method
     training = _training_arguments(args)
-    text = TextFiles(args.text, args.lines)
-    held_out = TextFiles(args.eval_text, args.lines) if args.eval_text else None
-    init = None if args.init is None else load_translator(args.init)
-    no_source = None if args.no_source is None else load_translator(args.no_source)
-    pair = {
-        "source": load_model(args.source, dtype=args.dtype),
-        "target": load_model(args.target, dtype=args.dtype),
-        "source_tokenizer": load_tokenizer(args.source),
-        "target_tokenizer": load_tokenizer(args.target),
-    }
-    if init is None:
-        layers = {} if args.layers is None else {"num_source_layers": args.layers}
-        model = new_translator(**pair, seed=args.seed, **layers, **settings)
+    text = None if args.text is None else TextFiles(args.text, args.lines)
+    held_out = None if args.eval_text is None else TextFiles(args.eval_text, args.lines)
+    states = None if args.states is None else StatesDataset(args.states)
+    init, no_source = (None if name is None else load_translator(name) for name in (args.init, args.no_source))
+    pair = {"target": load_model(args.target, dtype=args.dtype), "target_tokenizer": load_tokenizer(args.target)}
+    if states is None or held_out is not None:  # captured states stand for the source
+        pair |= {"source": load_model(args.source, dtype=args.dtype), "source_tokenizer": load_tokenizer(args.source)}
+    model = _translator(args, pair, states, init, settings)
+    if states is None:
+        examples = TextDataset.from_args(text, pair["target_tokenizer"], training)
+        next(iter(examples))  # text without any example is an error now, not after the first steps
+        corpus = [describe_file(path) for path in args.text]
     else:
-        model = continue_from(init, seed=args.seed, **settings)
-    examples, eval_examples = (
-        documents and TextDataset.from_args(documents, pair["target_tokenizer"], training, **limits)
-        for documents, limits in ((text, {}), (held_out, {"passes": 1, "limit": training.eval_limit}))
-    )
-    next(iter(examples))  # text without any example is an error now, not after the models have run
+        examples = StatesDataset(args.states, model.config)
+        corpus = [{"name": f"{len(examples)} captured examples", "sha256": states.index["digest"]}]
+    eval_examples = None
+    if held_out is not None:
+        limits = {"passes": 1, "limit": training.eval_limit}
+        eval_examples = TextDataset.from_args(held_out, pair["target_tokenizer"], training, **limits)
     if args.overwrite:
         shutil.rmtree(training.output_dir, ignore_errors=True)
     trainer = MoTTrainer(
@@ -102,19 +103,32 @@ def run(args: argparse.Namespace) -> int:
         no_source=no_source,
         **pair,
     )
-    trainer.facts = {
-        "corpus": [describe_file(path) for path in args.text],
-        "command": command_line(args.argv),
-    }
+    trainer.facts = {"corpus": corpus, "command": command_line(args.argv)}
     checkpoint = last_checkpoint(training.output_dir)
     if checkpoint is not None:
         check_run(checkpoint, trainer.report()["training"])
     trainer.train(resume_from_checkpoint=checkpoint)
+    if not trainer.is_world_process_zero():
+        return 0
     report = _save(trainer, args.out)
     if args.json is not None:
         save_report(report, args.json)
     print(format_training(report["training"], args.out))
     return 0
+
+
+def _translator(args: argparse.Namespace, pair: dict[str, Any], states: Any, init: Any, settings: dict[str, Any]):
+    """The translator that is trained."""
+    from hf_mot.training.start import continue_from, describe_pair, new_translator
+
+    if init is not None:
+        return continue_from(init, seed=args.seed, **settings)
+    layers = {} if args.layers is None else {"num_source_layers": args.layers}
+    if states is None:
+        return new_translator(describe_pair(**pair), seed=args.seed, **layers, **settings)
+    if args.layers is None and "source_layers" not in settings:
+        settings["source_layers"] = states.source_layers
+    return new_translator(states.index, seed=args.seed, **layers, **settings)
 
 
 def _training_arguments(args: argparse.Namespace) -> Any:

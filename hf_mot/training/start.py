@@ -10,37 +10,35 @@ from hf_mot.contract_mot import describe_model
 from hf_mot.modeling_mot import MoTModel
 
 
-def new_translator(
+def describe_pair(
     source: PreTrainedModel,
     target: PreTrainedModel,
     source_tokenizer: PreTrainedTokenizerBase,
     target_tokenizer: PreTrainedTokenizerBase,
-    *,
-    num_source_layers: int = 10,
-    seed: int = 0,
-    **settings: Any,
+) -> dict[str, dict[str, Any]]:
+    """The contracts of both models, as a config holds them."""
+    return {"source": describe_model(source, source_tokenizer), "target": describe_model(target, target_tokenizer)}
+
+
+def new_translator(
+    contracts: dict[str, dict[str, Any]], *, num_source_layers: int = 10, seed: int = 0, **settings: Any
 ) -> MoTModel:
     """
     A translator with random weights.
 
     Args:
-        source, target (`PreTrainedModel`): The pair.
-        source_tokenizer, target_tokenizer (`PreTrainedTokenizerBase`): Their fast tokenizers.
+        contracts (`dict`): Of `source` and `target`: from [`describe_pair`], or the index of captured states.
         num_source_layers (`int`, *optional*, defaults to 10): Source layers to read, evenly spaced, where `settings`
             names none.
         seed (`int`, *optional*, defaults to 0): Of the weights.
         settings: Other fields of [`MoTConfig`].
     """
-    contracts = {
-        "source": describe_model(source, source_tokenizer),
-        "target": describe_model(target, target_tokenizer),
-    }
     if "source_layers" not in settings:
         depth = len(contracts["source"]["geometry"]["layers"])
         count = min(num_source_layers, depth)
         settings["source_layers"] = [round(index * (depth - 1) / max(1, count - 1)) for index in range(count)]
     torch.manual_seed(seed)
-    return MoTModel(MoTConfig(**contracts, **settings))
+    return MoTModel(MoTConfig(source=contracts["source"], target=contracts["target"], **settings))
 
 
 def continue_from(init: MoTModel, *, seed: int = 0, **settings: Any) -> MoTModel:
