@@ -66,7 +66,9 @@ def test_loss_falls_and_the_language_models_stay_as_they_were(pair, tmp_path):
     # The checkpoint is a translator, and holds nothing else.
     saved = MoTModel.from_pretrained(tmp_path / "checkpoint-8")
     assert same(saved.state_dict(), trainer.translator.state_dict())
-    assert load_file(tmp_path / "checkpoint-8" / "model.safetensors").keys() == trainer.translator.state_dict().keys()
+    weights = tmp_path / "checkpoint-8" / "model.safetensors"
+    assert load_file(weights).keys() == trainer.translator.state_dict().keys()
+    assert weights.stat().st_size < 4 * trainer.translator.num_parameters() + 4096
     training = saved.fit_report["training"]
     logged = [logs for logs in trainer.state.log_history if "loss" in logs]
     assert training["steps"] == 8 and training["tokens"] > 0 and training["seconds"] > 0
@@ -228,6 +230,17 @@ def test_evaluation_reports_what_the_harness_does(pair, tmp_path):
     best = MoTModel.from_pretrained(tmp_path / "checkpoint-2")
     assert same(best.state_dict(), trainer.translator.state_dict())
     assert [logs["eval_source_value"] for logs in trainer.state.log_history if "eval_loss" in logs] == [0.1] * 3
+
+
+def test_figures_reach_tensorboard(pair, uneven, tmp_path):
+    pytest.importorskip("tensorboardX")
+    args = make_args(tmp_path, max_steps=2, report_to="tensorboard", eval_strategy="steps", eval_steps=2)
+    trainer = make_trainer(pair, args, train_dataset=uneven, eval_dataset=uneven)
+    trainer.context_evaluation = lambda translator: {"recovery": 0.5, "source_value": 0.1}
+    trainer.train()
+    (written,) = (path.read_bytes() for path in tmp_path.rglob("events.out.*"))
+    for name in ("train/loss", "train/cc_loss", "train/seconds", "eval/pl_loss", "eval/recovery", "eval/source_value"):
+        assert name.encode() in written
 
 
 def test_checkpoint_of_another_translator_is_refused(pair, tmp_path):

@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
     from hf_mot.training import MoTTrainer, TextDataset, TextFiles
     from hf_mot.training.checkpoints import check_run, last_checkpoint
+    from hf_mot.training.trainer import VARIANCE_EXAMPLES
 
     if args.method is not None:
         check_choice(args.method, [method for method in METHODS if method != "identity"], "--method")
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     model = _translator(args, pair, states, init, settings)
     if states is None:
         examples = TextDataset.from_args(text, pair["target_tokenizer"], training)
-        next(iter(examples))  # text without any example is an error now, not after the first steps
+        examples.head(VARIANCE_EXAMPLES)  # the trainer's; text without any is an error now, not after the first steps
         corpus = [describe_file(path) for path in args.text]
     else:
         examples = StatesDataset(args.states, model.config)

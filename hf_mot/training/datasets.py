@@ -66,6 +66,7 @@ class TextDataset(IterableDataset):
             )
         self.documents, self.tokenizer, self.passes, self.limit, self.seed = documents, tokenizer, passes, limit, seed
         self.kwargs = {"prefix_ids": special_prefix(tokenizer)[0], **kwargs}
+        self._head: list[TrainingExample] = []
         iterate_examples([], tokenizer, **self.kwargs)  # refuses impossible settings here, not in the first step
 
     @classmethod
@@ -81,6 +82,12 @@ class TextDataset(IterableDataset):
             "seed": args.seed if args.data_seed is None else args.data_seed,
         }
         return cls(documents, tokenizer, **{**settings, **kwargs})
+
+    def head(self, count: int) -> list[TrainingExample]:
+        """The first examples, at most `count`. They are kept: the first one costs a full shuffle buffer."""
+        if len(self._head) < count:
+            self._head = list(itertools.islice(iter(self), count))
+        return self._head[:count]
 
     def __iter__(self) -> Iterator[TrainingExample]:
         worker = get_worker_info()

@@ -21,6 +21,7 @@ from .arguments import MoTTrainingArguments
 from .checkpoints import check_checkpoint, last_checkpoint
 from .collator import PairCollator
 from .comparison import ON_PROMPT, Comparison, token_counts
+from .datasets import TextDataset
 from .evaluation import ContextEvaluation
 from .losses import native_variances, weighted_sum
 from .meter import Meter
@@ -229,7 +230,10 @@ class MoTTrainer(Trainer):
         if self._variances is None:
             dataset = self.eval_dataset if self.train_dataset is None else self.train_dataset
             dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-            examples = list(itertools.islice(iter(dataset), VARIANCE_EXAMPLES))
+            if isinstance(dataset, TextDataset):
+                examples = dataset.head(VARIANCE_EXAMPLES)
+            else:
+                examples = list(itertools.islice(iter(dataset), VARIANCE_EXAMPLES))
             found = []
             for start in range(0, len(examples), VARIANCE_BATCH):
                 batch = self._prepare_inputs(self.data_collator(examples[start : start + VARIANCE_BATCH]))
