@@ -8,11 +8,12 @@ import sys
 from collections.abc import Sequence
 
 from hf_mot import __version__
-from hf_mot.cli import analyze, capture, catalog, demo, evaluate, fit, generate, inspect, push
+from hf_mot.cli import analyze, capture, catalog, demo, evaluate, fit, generate, inspect, push, train
 
 COMMANDS = {
     "demo": demo,
     "fit": fit,
+    "train": train,
     "evaluate": evaluate,
     "analyze": analyze,
     "generate": generate,

@@ -224,10 +224,26 @@ def _making(config: MoTConfig, report: dict[str, Any]) -> list[str]:
     counts = [f"{report[key]} {key}" for key in ("tokens", "windows", "documents") if key in report]
     lines += [f"- fitted on {', '.join(counts)}"] if counts else []
     lines += [f"- {key}: {report[key]}" for key in ("ridge", "seed") if key in report]
+    lines += _training(report["training"]) if "training" in report else []
     versions = ", ".join(f"{package} {version}" for package, version in report.get("versions", {}).items())
     lines += [f"- versions: {versions}"] if versions else []
     lines += [f"- command: `{report['command']}`"] if "command" in report else []
     return ["## How it was made", "\n".join(lines)]
+
+
+def _training(training: dict[str, Any]) -> list[str]:
+    settings = training["settings"]
+    losses = " + ".join(f"{weight:g} × {name}" for name, weight in settings["losses"].items())
+    rows = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] * training["processes"]
+    lines = [
+        f"- trained: {training['steps']} steps of {rows} sequences, {training['tokens']} tokens in all, for the plan "
+        f"`{training['replay']}`; losses {losses}; learning rate {settings['learning_rate']:g}, {training['schedule']}"
+    ]
+    for corpus in training.get("corpus", []):
+        lines.append(f"- trained on: {corpus['name']}, sha256 {corpus['sha256']}")
+    versions = ", ".join(f"{package} {version}" for package, version in training["versions"].items())
+    lines.append(f"- trained with: {versions}")
+    return lines + ([f"- command of the training: `{training['command']}`"] if "command" in training else [])
 
 
 def _licences(source: dict[str, Any], target: dict[str, Any], own: str | None) -> str:

@@ -1,0 +1,117 @@
+"""What a training step costs beyond the models' own forward and backward passes.
+
+python examples/training_overhead.py --source S --target T --text FILE… [--steps 20] [--json PATH] [recipe]
+
+Timed are the forward passes of both language models and of the translator, and the backward pass, which runs through
+all three; the rest of a step (text to batch, alignment, positions, losses, optimizer) is the overhead. The clock reads
+after the accelerator has finished, where there is one. `recipe` are arguments of MoTTrainingArguments.
+"""
+
+import argparse
+import inspect
+import json
+import statistics
+import tempfile
+import time
+from contextlib import contextmanager
+
+import torch
+from transformers import HfArgumentParser, TrainerCallback
+
+from hf_mot.hub.resolve import load_model, load_tokenizer
+from hf_mot.training import MoTTrainer, MoTTrainingArguments, TextDataset, TextFiles
+from hf_mot.training.start import describe_pair, new_translator
+from hf_mot.versions import versions
+
+
+def clock() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Timer(TrainerCallback):
+    """Seconds of each step, and of the passes within it."""
+
+    def __init__(self):
+        self.steps, self.passes, self.inner, self.started = [], [], 0.0, 0.0
+
+    def on_step_begin(self, *args, **kwargs):
+        if self.started:  # the time from step to step holds the making of batches too
+            self.steps.append(clock() - self.started)
+            self.passes.append(self.inner)
+        self.started, self.inner = clock(), 0.0
+
+    @contextmanager
+    def timed(self):
+        started = clock()
+        yield
+        self.inner += clock() - started
+
+    def wrap(self, holder, name: str) -> None:
+        """Times a method. No timed call runs within another."""
+        method = getattr(holder, name)
+
+        def timed_method(*args, **kwargs):
+            with self.timed():
+                return method(*args, **kwargs)
+
+        timed_method.__signature__ = inspect.signature(method)  # from which capabilities are read
+        setattr(holder, name, timed_method)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", required=True)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--text", nargs="+", required=True)
+    parser.add_argument("--lines", action="store_true")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rank", type=int, default=1024)
+    parser.add_argument("--json")
+    options, recipe = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        recipe += ["--output_dir", folder, "--max_steps", str(options.steps + 2), "--save_strategy", "no"]
+        args = HfArgumentParser(MoTTrainingArguments).parse_args_into_dataclasses(recipe)[0]
+        report = measure(options, args)
+    print(f"{report['overhead']:.1%} of a step of {report['step_s']:.3f} s is none of the models' own passes")
+    if options.json is not None:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=2)
+
+
+def measure(options: argparse.Namespace, args: MoTTrainingArguments) -> dict:
+    pair = {side: load_model(getattr(options, side)) for side in ("source", "target")}
+    pair |= {f"{side}_tokenizer": load_tokenizer(getattr(options, side)) for side in ("source", "target")}
+    model = new_translator(describe_pair(**pair), rank=options.rank)
+    text = TextDataset.from_args(TextFiles(options.text, options.lines), pair["target_tokenizer"], args)
+    timer = Timer()
+    trainer = MoTTrainer(model, args, train_dataset=text, callbacks=[timer], **pair)
+    timer.wrap(model, "forward")
+    timer.wrap(pair["source"].get_decoder(), "forward")
+    timer.wrap(pair["target"].get_decoder(), "forward")
+    timer.wrap(pair["target"].get_output_embeddings(), "forward")
+    timer.wrap(trainer.accelerator, "backward")
+    trainer.train()
+    # The first step also measures the scale of the target's states.
+    shares = [1 - inner / step for step, inner in zip(timer.steps, timer.passes, strict=True)][1:]
+    return {
+        "overhead": statistics.median(shares),
+        "overhead_range": [min(shares), max(shares)],
+        "step_s": statistics.median(timer.steps[1:]),
+        "steps": len(shares),
+        "sequences": args.train_batch_size * args.gradient_accumulation_steps,
+        "length": args.length,
+        "context_length": args.context_length,
+        "losses": args.losses,
+        "replay": str(trainer.comparison.plan),
+        "source": trainer.translator.config.source["id"],
+        "target": trainer.translator.config.target["id"],
+        "threads": torch.get_num_threads(),
+        "device": str(args.device),
+        "versions": versions(),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""`hf-mot train`: a translator for two models, trained on text."""
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hf_mot.cli import check_choice, check_output_file, command_line
+from hf_mot.cli.fit import describe_file
+
+HELP = "train a translator for two models on text files, or on captured states"
+CHECKPOINTS = "checkpoints"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--source", required=True, help="the model that reads: Hub id, folder, GGUF file or demo name")
+    parser.add_argument("--target", required=True, help="the model that answers, likewise")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--text", nargs="+", metavar="FILE", help="text to train on, gzipped or not")
+    data.add_argument("--states", metavar="DIR", help="states to train on instead, as hf-mot capture keeps them")
+    parser.add_argument("--lines", action="store_true", help="one document a line")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the translator and its checkpoints")
+    parser.add_argument("--overwrite", action="store_true", help="start anew instead of from DIR's last checkpoint")
+    parser.add_argument("--init", metavar="DIR", help="start from this translator, e.g. of hf-mot fit")
+    parser.add_argument("--method", metavar="M", help="what to train [as --init, or reduced_rank]")
+    parser.add_argument("--layers", type=int, metavar="N", help="source layers to read without --init [10]")
+    parser.add_argument(
+        "--config", nargs="+", default=[], metavar="NAME=VALUE", help="other fields of the translator's config"
+    )
+    parser.add_argument("--replay", metavar="PLAN", help="what the target recomputes [none]")
+    parser.add_argument("--losses", metavar="A=W,…", help="losses and their weights [cc=1,pl=1]")
+    parser.add_argument("--length", type=int, metavar="N", help="target tokens of an example [128]")
+    parser.add_argument("--context", metavar="C", help="of these, context; a range 64-256 mixes lengths [64]")
+    parser.add_argument("--copy-share", type=float, metavar="X", help="share of prompts to copy from the context [0]")
+    parser.add_argument("--max-steps", type=int, metavar="N", help="optimizer steps [500]")
+    parser.add_argument("--batch-size", type=int, metavar="B", help="sequences a forward pass [4]")
+    parser.add_argument("--accumulation", type=int, metavar="N", help="forward passes a step [4]")
+    parser.add_argument("--learning-rate", type=float, metavar="X", help="learning rate of AdamW [1e-4]")
+    parser.add_argument("--linear-learning-rate", type=float, metavar="X", help="of the linear path [the same]")
+    parser.add_argument("--eval-text", nargs="+", metavar="FILE", help="held-out text to measure on in between")
+    parser.add_argument(
+        "--eval-steps", type=int, default=100, metavar="N", help="steps between two measurements [100]"
+    )
+    parser.add_argument("--eval-context", type=int, metavar="C", help="tokens of context where recovery is [256]")
+    parser.add_argument("--eval-limit", type=int, metavar="N", help="held-out documents, at most [32]")
+    parser.add_argument("--no-source", metavar="DIR", help="twin without source, for the source value")
+    parser.add_argument("--best", metavar="METRIC", help="keep the best checkpoint by loss, recovery or source_value")
+    parser.add_argument("--save-steps", type=int, default=50, metavar="N", help="steps between checkpoints [50]")
+    parser.add_argument("--report-to", default="none", metavar="NAME", help="also log to tensorboard, … [none]")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of weights and order [0]")
+    parser.add_argument("--dtype", default="float32", help="dtype of both models, e.g. bfloat16 [float32]")
+    parser.add_argument("--bf16", action="store_true", help="let the translator compute in bf16")
+    parser.add_argument("--json", metavar="PATH", help="also write the report to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    # Cheap checks come first: a typo must not cost a download or an hour.
+    check_output_file(args.json, "--json")
+    _check_out(args)
+    settings = dict(map(_setting, args.config))
+
+    from hf_mot.configuration_mot import METHODS
+    from hf_mot.data.states import StatesDataset
+    from hf_mot.evaluation import save_report
+    from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
+    from hf_mot.training import MoTTrainer, TextDataset, TextFiles
+    from hf_mot.training.checkpoints import check_run, last_checkpoint
+    from hf_mot.training.trainer import VARIANCE_EXAMPLES
+
+    if args.method is not None:
+        check_choice(args.method, [method for method in METHODS if method != "identity"], "--method")
+        settings["method"] = args.method
+    training = _training_arguments(args)
+    text = None if args.text is None else TextFiles(args.text, args.lines)
+    held_out = None if args.eval_text is None else TextFiles(args.eval_text, args.lines)
+    states = None if args.states is None else StatesDataset(args.states)
+    init, no_source = (None if name is None else load_translator(name) for name in (args.init, args.no_source))
+    pair = {"target": load_model(args.target, dtype=args.dtype), "target_tokenizer": load_tokenizer(args.target)}
+    if states is None or held_out is not None:  # captured states stand for the source
+        pair |= {"source": load_model(args.source, dtype=args.dtype), "source_tokenizer": load_tokenizer(args.source)}
+    model = _translator(args, pair, states, init, settings)
+    if states is None:
+        examples = TextDataset.from_args(text, pair["target_tokenizer"], training)
+        examples.head(VARIANCE_EXAMPLES)  # the trainer's; text without any is an error now, not after the first steps
+        corpus = [describe_file(path) for path in args.text]
+    else:
+        examples = StatesDataset(args.states, model.config)
+        corpus = [{"name": f"{len(examples)} captured examples", "sha256": states.index["digest"]}]
+    eval_examples = None
+    if held_out is not None:
+        limits = {"passes": 1, "limit": training.eval_limit}
+        eval_examples = TextDataset.from_args(held_out, pair["target_tokenizer"], training, **limits)
+    if args.overwrite:
+        shutil.rmtree(training.output_dir, ignore_errors=True)
+    trainer = MoTTrainer(
+        model,
+        training,
+        train_dataset=examples,
+        eval_dataset=eval_examples,
+        eval_documents=held_out,
+        no_source=no_source,
+        **pair,
+    )
+    trainer.facts = {"corpus": corpus, "command": command_line(args.argv)}
+    checkpoint = last_checkpoint(training.output_dir)
+    if checkpoint is not None:
+        check_run(checkpoint, trainer.report()["training"])
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if not trainer.is_world_process_zero():
+        return 0
+    report = _save(trainer, args.out)
+    if args.json is not None:
+        save_report(report, args.json)
+    print(format_training(report["training"], args.out))
+    return 0
+
+
+def _translator(args: argparse.Namespace, pair: dict[str, Any], states: Any, init: Any, settings: dict[str, Any]):
+    """The translator that is trained."""
+    from hf_mot.training.start import continue_from, describe_pair, new_translator
+
+    if init is not None:
+        return continue_from(init, seed=args.seed, **settings)
+    layers = {} if args.layers is None else {"num_source_layers": args.layers}
+    if states is None:
+        return new_translator(describe_pair(**pair), seed=args.seed, **layers, **settings)
+    if args.layers is None and "source_layers" not in settings:
+        settings["source_layers"] = states.source_layers
+    return new_translator(states.index, seed=args.seed, **layers, **settings)
+
+
+def _training_arguments(args: argparse.Namespace) -> Any:
+    import torch
+
+    from hf_mot.training import MoTTrainingArguments
+
+    options = {
+        "losses": args.losses,
+        "replay": args.replay,
+        "length": args.length,
+        "context_length": args.context,
+        "copy_share": args.copy_share,
+        "max_steps": args.max_steps,
+        "per_device_train_batch_size": args.batch_size,
+        "per_device_eval_batch_size": args.batch_size,
+        "gradient_accumulation_steps": args.accumulation,
+        "learning_rate": args.learning_rate,
+        "linear_learning_rate": args.linear_learning_rate,
+        "eval_context_length": args.eval_context,
+        "eval_limit": args.eval_limit,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    if args.best is not None:
+        check_choice(args.best, ("loss", "recovery", "source_value"), "--best")
+        if args.eval_text is None or (args.best == "source_value" and args.no_source is None):
+            needed = "--eval-text" if args.eval_text is None else "--no-source"
+            raise ValueError(f"`--best` {args.best} needs `{needed}`, to be measured. Give it, or leave --best out.")
+        # A checkpoint can be kept as the best one only if it was measured.
+        options |= {"metric_for_best_model": args.best, "load_best_model_at_end": True}
+        args.save_steps = args.eval_steps
+    return MoTTrainingArguments(
+        os.path.join(args.out, CHECKPOINTS),
+        save_steps=args.save_steps,
+        save_total_limit=2,
+        eval_strategy="no" if args.eval_text is None else "steps",
+        eval_steps=args.eval_steps,
+        report_to=args.report_to,
+        seed=args.seed,
+        bf16=args.bf16,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        **options,
+    )
+
+
+def _save(trainer: Any, out: str) -> dict[str, Any]:
+    """Writes the translator and its card beside the checkpoints; its config, by which a folder is known for one, comes
+    last."""
+    from hf_mot.hub.card import render_card
+
+    translator, report = trainer.translator, trainer.report()
+    translator.fit_report = report
+    with tempfile.TemporaryDirectory(prefix=".", dir=out) as folder:
+        translator.save_pretrained(folder)
+        (Path(folder) / "README.md").write_text(render_card(translator.config, report), encoding="utf-8")
+        for path in sorted(Path(folder).iterdir(), key=lambda path: path.name == "config.json"):
+            shutil.rmtree(Path(out) / path.name, ignore_errors=True)
+            os.replace(path, Path(out) / path.name)
+    return report
+
+
+def format_training(training: dict[str, Any], out: str) -> str:
+    """A few lines on what was trained, and what to do with it."""
+    losses = ", ".join(f"{name} {value:.4g}" for name, value in training["losses"].items())
+    held_out = ", ".join(f"{name} {value:.3g}" for name, value in training.get("held_out", {}).items())
+    return "\n".join(
+        [
+            f"trained {training['steps']:,} steps on {training['tokens']:,} tokens in {training['seconds']:.0f} s, "
+            f"plan {training['replay']}",
+            f"losses at the end: {losses}" + (f"; on held-out text: {held_out}" if held_out else ""),
+            f"written to {out}: the translator and its model card, and in {CHECKPOINTS} where to go on from",
+            f"measure it on other text: hf-mot evaluate {out} --text FILE…",
+        ]
+    )
+
+
+def _setting(given: str) -> tuple[str, Any]:
+    """A field of the config: JSON, else text."""
+    name, equals, value = given.partition("=")
+    if not (name and equals):
+        raise ValueError(f"`--config` must be NAME=VALUE, got {given!r}.")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _check_out(args: argparse.Namespace) -> None:
+    """Refuses a folder that holds something else than a training, which goes on there, or is overwritten."""
+    out = Path(args.out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"`--out` must be a folder, but {args.out} is a file. Give another name.")
+    if out.is_dir() and any(out.iterdir()) and not (out / CHECKPOINTS).is_dir():
+        raise ValueError(
+            f"`--out` {args.out} is not empty, and holds no checkpoints of a training. Give another folder."
+        )

@@ -1,0 +1,95 @@
+"""Checkpoints of a run: the last whole one, and whether it belongs to the translator at hand."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+
+from hf_mot.modeling_mot import FIT_REPORT, MoTModel
+
+
+def last_checkpoint(folder: str | Path) -> str | None:
+    """The newest checkpoint of a run that was written to its end: a run can be killed while it writes one. The
+    trainer's state is its last file."""
+    folder = Path(folder)
+    numbered = ((path, re.fullmatch(r"checkpoint-(\d+)", path.name)) for path in folder.glob("checkpoint-*"))
+    for _, path in sorted(((int(found[1]), path) for path, found in numbered if found), reverse=True):
+        try:
+            json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        return str(path)
+    return None
+
+
+def check_checkpoint(checkpoint: str | Path, model: MoTModel) -> None:
+    """
+    Refuses a checkpoint of another pair, or of a translator of another form.
+
+    Raises:
+        `ValueError`: names the first field that differs, what was expected and what came.
+    """
+    path = Path(checkpoint) / "config.json"
+    if not path.is_file():  # of an adapter, whose base is the model at hand
+        return
+    found = json.loads(path.read_text(encoding="utf-8"))
+    expected = json.loads(json.dumps(model.config.to_dict(), default=str))
+    own = [name for name in type(model.config).__annotations__ if name in expected]
+    _refuse_difference(
+        {name: found.get(name) for name in own},
+        {name: expected[name] for name in own},
+        f"The checkpoint {checkpoint} is of another translator",
+        "Resume with the pair and the method that it was made with",
+    )
+
+
+def check_run(checkpoint: str | Path, report: dict[str, Any]) -> None:
+    """
+    Refuses to go on from a checkpoint with other settings, plan or text than it was made with.
+
+    Args:
+        checkpoint (`str` or `Path`): The checkpoint.
+        report (`dict`): The training report of the run that is to go on.
+
+    Raises:
+        `ValueError`: names the first setting that differs, what was expected and what came.
+    """
+    path = Path(checkpoint) / FIT_REPORT
+    if not path.is_file():
+        return
+    found = json.loads(path.read_text(encoding="utf-8")).get("training", {})
+    compared = ("settings", "replay", "corpus")
+    _refuse_difference(
+        {name: found.get(name) for name in compared},
+        {name: json.loads(json.dumps(report.get(name))) for name in compared},
+        f"The checkpoint {checkpoint} was made with other settings",
+        "Resume with the same ones",
+    )
+
+
+def _refuse_difference(found: dict[str, Any], expected: dict[str, Any], what: str, way_out: str) -> None:
+    found, expected = _flat(found), _flat(expected)
+    for field in dict.fromkeys([*expected, *found]):
+        if found.get(field) != expected.get(field):
+            raise ValueError(
+                f"{what}: `{field}` is {_short(found.get(field))}, expected {_short(expected.get(field))}. {way_out}, "
+                "or start anew in another folder."
+            )
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with dotted names."""
+    if not isinstance(values, dict):
+        return {prefix: values}
+    return {
+        name: value
+        for key, part in values.items()
+        for name, value in _flat(part, f"{prefix}.{key}" if prefix else key).items()
+    }
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:120]}…"

@@ -1,0 +1,185 @@
+"""From a batch to what the translator reads, and from its output to what the losses compare."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_utils import unwrap_peft_model
+
+from hf_mot.capture_mot import prefill
+from hf_mot.data.states import split_layers, translation_inputs
+from hf_mot.evaluation.answers import wrap
+from hf_mot.modeling_mot import MoTModel, MoTOutput, TranslationInputs
+from hf_mot.replay_mot import ReplayPlan
+from hf_mot.rows_mot import positions_from_mask
+
+from .forward import Prompt, context_states, layer_outputs
+from .losses import LossInputs, TopLogProbs
+from .queries import capture_queries
+
+ON_PROMPT = ("pl", "distill")  # losses on the prompt's tokens; all others are on the context's
+ON_TARGET = (*ON_PROMPT, "key_attention", "cc_hidden")  # losses that the target is run for, whatever was captured
+
+
+@dataclass
+class Comparison:
+    """
+    Runs the frozen models over a batch, as far as the wanted losses need it and the batch does not hold it: one of
+    [`PairCollator`] holds texts and ids, one of [`hf_mot.data.states.collate`] states too.
+
+    Args:
+        source, target (`PreTrainedModel`): The frozen models, where they are run.
+        source_tokenizer, target_tokenizer (`PreTrainedTokenizerBase`): Their tokenizers.
+        plan ([`ReplayPlan`]): What the target computes itself.
+        losses (`Sequence[str]`): The wanted losses.
+        captured_layers (`Sequence[int]`, *optional*): The target layers whose states batches hold, if they hold any.
+        cc_start (`int`): As in [`LossInputs`].
+        layer_weights (`Sequence`, *optional*): Weights of all target layers, as in [`LossInputs`].
+        allow_variant (`bool`): As in [`MoTModel.translate`].
+
+    Raises:
+        `ValueError`: a loss or plan that needs a target, without one; a loss that the plan cannot have.
+    """
+
+    source: PreTrainedModel | None
+    target: PreTrainedModel | None
+    source_tokenizer: PreTrainedTokenizerBase | None
+    target_tokenizer: PreTrainedTokenizerBase | None
+    plan: ReplayPlan
+    losses: Sequence[str]
+    captured_layers: Sequence[int] | None = None
+    cc_start: int = 0
+    layer_weights: Sequence[float | tuple[float, float]] | None = None
+    allow_variant: bool = False
+
+    def __post_init__(self):
+        if "cc_hidden" in self.losses and self.plan.kind == "none":
+            raise ValueError(
+                "`losses` holds cc_hidden, which compares hidden states over the context: it needs a `replay` in "
+                "which the target computes them, like full. Leave it out, or choose such a plan."
+            )
+        reasons = [name for name in self.losses if name in ON_TARGET]
+        reasons += [f"the plan {self.plan}"] if self.plan.kind != "none" else []
+        reasons += ["text"] if self.captured_layers is None else []
+        if self.target is None and reasons:
+            raise ValueError(f"`target` is required: {reasons[0]} cannot be trained on without running it.")
+
+    @torch.no_grad()
+    def inputs(self, mot: MoTModel, batch: dict[str, Any], table: nn.Module | None = None) -> TranslationInputs:
+        """What the translator reads: the source's states of the contexts, aligned. `table`: the target's embeddings,
+        where there is no target."""
+        if "texts" not in batch:
+            table = table if self.target is None else self.target.get_input_embeddings()
+            return translation_inputs(batch, mot.config, table, mot.dtype)
+        cache, source_ids, source_mask = mot.read_source(
+            batch["texts"], self.source, self.source_tokenizer, self.allow_variant
+        )
+        return mot.prepare(
+            cache,
+            source_ids,
+            source_attention_mask=source_mask,
+            source_tokenizer=self.source_tokenizer,
+            target=self.target,
+            target_tokenizer=self.target_tokenizer,
+            target_input_ids=batch["target_ids"],
+            target_attention_mask=batch["target_mask"],
+            text=batch["texts"],
+            allow_variant=self.allow_variant,
+        )
+
+    def loss_inputs(
+        self, mot: MoTModel, output: MoTOutput, inputs: TranslationInputs, batch: dict[str, Any]
+    ) -> LossInputs:
+        """What the losses compare."""
+        layers, mask = self.layers(mot), inputs.target_mask
+        target = None if self.target is None else unwrap_peft_model(self.target)
+        prompt = Prompt(batch["prompt_ids"], batch["prompt_mask"])
+        prompt = prompt if any(name in self.losses for name in ON_PROMPT) else None
+        cache, logits = None, None
+        with layer_outputs(target, "cc_hidden" in self.losses) as hidden:
+            if self.plan.kind != "none" or any(name in self.losses for name in ON_TARGET):
+                cache = mot.assemble(output, inputs, self.target, self.plan)
+        if prompt is not None:
+            logits = prompt.logits(target, cache)
+        if self.plan.kind == "none" and not self.positions_on:
+            ours = (output.key_states, output.value_states)
+        else:
+            ours = context_states(cache, layers, self._strips(mot), mask)
+        return LossInputs(
+            *ours,
+            **self.native(mot, inputs, batch, prompt),
+            mask=self._counted(mot, inputs),
+            logits=logits,
+            labels=None if prompt is None else prompt.labels,
+            hidden_states=tuple(hidden[layer_idx] for layer_idx in layers) if hidden else None,
+            translated_layers=len(self.plan.layers(mot.target_geometry)),
+            cc_start=self.cc_start,
+            layer_weights=None if self.layer_weights is None else [self.layer_weights[idx] for idx in layers],
+        )
+
+    def native_inputs(self, mot: MoTModel, inputs: TranslationInputs, batch: dict[str, Any]) -> LossInputs:
+        """The native side alone, in place of the translation too."""
+        native = self.native(mot, inputs, batch)
+        states = (native["native_key_states"], native["native_value_states"])
+        return LossInputs(*states, **native, mask=self._counted(mot, inputs))
+
+    @torch.no_grad()
+    def native(
+        self, mot: MoTModel, inputs: TranslationInputs, batch: dict[str, Any], prompt: Prompt | None = None
+    ) -> dict[str, Any]:
+        """The native side of [`LossInputs`], captured or computed."""
+        layers, mask, found = self.layers(mot), inputs.target_mask, {}
+        distilled, cache, hidden = prompt is not None and "distill" in self.losses, None, []
+        target = None if self.target is None else unwrap_peft_model(self.target)
+        captured = "native_states" in batch and not self.positions_on and "cc_hidden" not in self.losses
+        if captured:
+            keys, values = split_layers(batch["native_states"], mot.target_geometry, self.captured_layers)
+            places = [list(self.captured_layers).index(layer_idx) for layer_idx in layers]
+            states = tuple(tuple(part[place] for place in places) for part in (keys, values))
+        if not captured or (distilled and not {"top_ids", "native_hidden"} & batch.keys()):
+            with layer_outputs(target, "cc_hidden" in self.losses) as hidden:
+                cache = prefill(target, inputs.target_ids, mask)
+        if not captured:
+            states = context_states(cache, layers, self._strips(mot), mask)
+        if distilled and "top_ids" in batch:
+            found["native_logits"] = TopLogProbs(*map(prompt.scored, (batch["top_ids"], batch["top_log_probs"])))
+        elif distilled and "native_hidden" in batch:
+            head = target.get_output_embeddings()
+            found["native_logits"] = head(prompt.scored(batch["native_hidden"]).to(head.weight))
+        elif distilled:
+            wrapped = wrap(cache, mask.to(cache.layers[0].keys.device), mot.target_geometry.sliding)
+            found["native_logits"] = prompt.logits(target, wrapped)
+        if self.positions_on:
+            queries = capture_queries(target, inputs.target_ids, mask)
+            found["query_states"] = tuple(queries[layer_idx] for layer_idx in layers)
+        if hidden:
+            found["native_hidden_states"] = tuple(hidden[layer_idx] for layer_idx in layers)
+        return {"native_key_states": states[0], "native_value_states": states[1], **found}
+
+    def layers(self, mot: MoTModel) -> Sequence[int]:
+        """The target layers that are compared: the window, and what the target computes above it."""
+        first = self.plan.layers(mot.target_geometry).start
+        return range(first, len(mot.target_geometry.layers))
+
+    @property
+    def positions_on(self) -> bool:
+        """Attention looks at keys with their positions on; all else compares them without."""
+        return "key_attention" in self.losses
+
+    def _counted(self, mot: MoTModel, inputs: TranslationInputs) -> torch.Tensor:
+        """`[batch, seq]`: the tokens of the contexts, without pads and the natively run prefix."""
+        positions = positions_from_mask(inputs.target_mask)
+        return inputs.target_mask.bool() & (positions >= len(mot.config.target["prefix_ids"]))
+
+    def _strips(self, mot: MoTModel):
+        return None if self.positions_on else mot.target_geometry
+
+
+def token_counts(batch: dict[str, Any], prefix: int) -> dict[str, int]:
+    """How many tokens of a batch the losses on its contexts and on its prompts are means over, and all that it has."""
+    context, prompt = int(batch["target_mask"].sum()), int(batch["prompt_mask"].sum())
+    rows = len(batch["target_mask"])
+    return {"context": context - prefix * rows, "prompt": prompt - rows, "all": context + prompt}

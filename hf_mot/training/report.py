@@ -1,0 +1,47 @@
+"""How a translator was trained, for its fit report."""
+
+from typing import Any
+
+from transformers import TrainerState
+
+from hf_mot.versions import versions
+
+from .arguments import MoTTrainingArguments
+
+SETTINGS = (
+    *("losses", "length", "context_length", "copy_share", "shuffle_buffer", "correct_window_start"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "linear_learning_rate"),
+    *("weight_decay", "warmup_steps", "max_grad_norm", "bf16", "seed"),
+)
+
+
+def training_report(args: MoTTrainingArguments, state: TrainerState, replay: str) -> dict[str, Any]:
+    """Settings, steps, tokens, losses, seconds and versions of a run, resumed parts included."""
+    settings = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
+    losses = {
+        name.removesuffix("_loss"): value
+        for name, value in next((logs for logs in reversed(state.log_history) if "loss" in logs), {}).items()
+        if name.endswith("_loss")
+    }
+    report = {
+        "steps": state.global_step,
+        "tokens": state.num_input_tokens_seen,
+        "replay": replay,
+        "processes": args.world_size,
+        "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+        "settings": settings,
+        "losses": losses,
+        "seconds": round(last_logged(state.log_history, "seconds", 0.0), 2),
+        "versions": versions(),
+    }
+    evaluated = {
+        name.removeprefix("eval_"): value
+        for name, value in next((logs for logs in reversed(state.log_history) if "eval_loss" in logs), {}).items()
+        if name in ("eval_loss", "eval_recovery", "eval_source_value")
+    }
+    return report | ({"held_out": evaluated} if evaluated else {})
+
+
+def last_logged(history: list[dict[str, Any]], name: str, default: Any) -> Any:
+    """The value that was logged last under a name."""
+    return next((logs[name] for logs in reversed(history) if name in logs), default)

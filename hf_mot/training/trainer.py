@@ -1,0 +1,266 @@
+"""MoTTrainer: trains a translator between two frozen models. `compute_loss` is the page to read."""
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.trainer_utils import unwrap_peft_model
+
+from hf_mot.contract_mot import check_model, check_tokenizer
+from hf_mot.data.states import StatesDataset
+from hf_mot.modeling_mot import MoTModel
+from hf_mot.replay_mot import ReplayPlan
+
+from .arguments import MoTTrainingArguments
+from .checkpoints import check_checkpoint, last_checkpoint
+from .collator import PairCollator
+from .comparison import ON_PROMPT, Comparison, token_counts
+from .datasets import TextDataset
+from .evaluation import ContextEvaluation
+from .losses import native_variances, weighted_sum
+from .meter import Meter
+from .optimizer import set_linear_learning_rate
+from .report import last_logged, training_report
+
+TOKENS = ("context", "prompt", "all")
+# What variances are taken from, whatever the run's own batches: resumed and split runs see the same.
+VARIANCE_EXAMPLES, VARIANCE_BATCH = 32, 4
+
+
+class MoTTrainer(Trainer):
+    """
+    A `transformers.Trainer` for a translator. The language models are frozen and no part of what is trained or saved:
+    a checkpoint holds the translator alone, and is one.
+
+    Args:
+        model ([`MoTModel`] or a `PeftModel` of one): The translator.
+        args ([`MoTTrainingArguments`], *optional*): The recipe.
+        data_collator (`Callable`, *optional*): Makes batches; [`PairCollator`] by default.
+        target (`PreTrainedModel`, *optional*): The target. Only captured states
+            ([`hf_mot.data.states.StatesDataset`]) can be trained on without it, by losses on states.
+        source (`PreTrainedModel`, *optional*): The source; not needed where the translator reads none, or its states
+            were captured.
+        source_tokenizer, target_tokenizer (`PreTrainedTokenizerBase`, *optional*): Their fast tokenizers.
+        eval_documents (`Iterable[str]`, *optional*): Held-out documents: `evaluate` then also reports `eval_recovery`.
+        no_source ([`MoTModel`], *optional*): The translator's twin without source: and `eval_source_value`.
+        layer_weights (`Sequence`, *optional*): A weight for each target layer in the losses on states, or a pair of
+            them for its keys and its values.
+        target_embeddings (`nn.Module`, *optional*): The target's token embeddings, in place of a target.
+        allow_variant (`bool`, *optional*, defaults to `False`): Accepts a source or target that is the translator's
+            with another PEFT adapter or quantization.
+        kwargs: Of `transformers.Trainer`.
+
+    Raises:
+        `ValueError`: models or tokenizers that are not the translator's pair; in training, a loss that is not finite.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module,
+        args: MoTTrainingArguments | None = None,
+        data_collator: Any = None,
+        *,
+        target: PreTrainedModel | None = None,
+        source: PreTrainedModel | None = None,
+        source_tokenizer: PreTrainedTokenizerBase | None = None,
+        target_tokenizer: PreTrainedTokenizerBase | None = None,
+        eval_documents: Iterable[str] | None = None,
+        no_source: MoTModel | None = None,
+        layer_weights: Sequence[float | tuple[float, float]] | None = None,
+        target_embeddings: nn.Module | None = None,
+        allow_variant: bool = False,
+        **kwargs: Any,
+    ):
+        args = MoTTrainingArguments("tmp_trainer") if args is None else args
+        data = [kwargs.get("train_dataset"), kwargs.get("eval_dataset")]
+        captured = next((part for part in data if isinstance(part, StatesDataset)), None)
+        super().__init__(model, args, PairCollator() if data_collator is None else data_collator, **kwargs)
+        self.loss_is_scaled_for_ga = True
+        mot = self.translator
+        mot.config.__dict__.pop("use_cache", None)  # set on every model; a translator has no such field
+        for side, language_model, tokenizer in (
+            ("source", source, source_tokenizer),
+            ("target", target, target_tokenizer),
+        ):
+            if language_model is not None:
+                check_model(getattr(mot.config, side), language_model, side, allow_variant)
+                check_tokenizer(getattr(mot.config, side), tokenizer, f"{side}_tokenizer")
+        for frozen in (source, target, no_source, target_embeddings):
+            if frozen is not None:
+                _freeze(frozen, args.device)
+        self.target_embeddings = target_embeddings
+        self.prefix = len(mot.config.target["prefix_ids"])
+        self.comparison = Comparison(
+            source,
+            target,
+            source_tokenizer,
+            target_tokenizer,
+            plan=ReplayPlan.parse("none" if args.replay is None else args.replay),
+            losses=[name for name, weight in args.losses.items() if weight],
+            captured_layers=None if captured is None else captured.target_layers,
+            cc_start=0 if args.correct_window_start else 1,
+            layer_weights=layer_weights,
+            allow_variant=allow_variant,
+        )
+        self.context_evaluation = None
+        if eval_documents is not None:
+            self.context_evaluation = ContextEvaluation(
+                eval_documents,
+                source=source,
+                target=target,
+                source_tokenizer=source_tokenizer,
+                target_tokenizer=target_tokenizer,
+                no_source=no_source,
+                max_positions=mot.target_geometry.max_positions,
+                context_length=args.eval_context_length,
+                limit=args.eval_limit,
+                replay=str(self.comparison.plan),
+                batch_size=args.per_device_eval_batch_size,
+                seed=args.seed,
+            )
+        self.facts: dict[str, Any] = {}  # what else the report says, e.g. the name of the text
+        self._variances: dict[str, list[float]] | None = None
+        self._meters = {True: Meter(), False: Meter()}  # in training, in evaluation
+        self._clock = time.perf_counter()
+
+    @property
+    def translator(self) -> MoTModel:
+        """The translator without what DDP or PEFT wrap around it."""
+        return unwrap_peft_model(self.accelerator.unwrap_model(self.model))
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """
+        The weighted sum of the losses. Each is a mean over tokens; `num_items_in_batch` holds how many of them the
+        whole accumulated batch has, so that the sum over its parts is that of one large batch.
+        """
+        read = self.comparison.inputs(self.translator, inputs, self.target_embeddings)
+        output = model(read.source_states, read.embeddings)
+        compared = self.comparison.loss_inputs(self.translator, output, read, inputs)
+        compared = replace(compared, variances=self._native_variances())
+        counts = token_counts(inputs, self.prefix)
+        totals = counts if num_items_in_batch is None else num_items_in_batch
+        shares = {name: counts[kind(name)] / totals[kind(name)] for name in self.args.losses}
+        loss, parts = weighted_sum(compared, {name: w * shares[name] for name, w in self.args.losses.items()})
+        self._check_finite(loss, parts, inputs)
+        figures = {f"{name}_loss": part for name, part in parts.items()}
+        weights = {f"{name}_loss": float(counts[kind(name)]) for name in parts}
+        for name, figure in (output.get("metrics") or {}).items():  # what the translator says of itself
+            figures[name], weights[name] = figure, float(counts["context"])
+        self._meters[model.training].add(figures, weights)
+        if num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes  # whose gradients are averaged
+        return (loss, output) if return_outputs else loss
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """The loss of a batch of the evaluation; there are no predictions."""
+        with torch.no_grad():
+            return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The batches of an optimizer step, and how many tokens they have in all processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        counts = [token_counts(batch, self.prefix) for batch in batches]
+        totals = torch.tensor([sum(count[name] for count in counts) for name in TOKENS], device=device)
+        totals = dict(zip(TOKENS, self.accelerator.reduce(totals, "sum").tolist(), strict=True))
+        self.state.num_input_tokens_seen += totals["all"]
+        return batches, totals
+
+    def create_optimizer(self, model=None):
+        """As in the Trainer; the linear path gets its own learning rate."""
+        made_here = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if made_here and self.args.linear_learning_rate is not None:
+            set_linear_learning_rate(optimizer, self.model if model is None else model, self.args.linear_learning_rate)
+        return optimizer
+
+    def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
+        """As in the Trainer, with each loss and, where there are `eval_documents`, recovery and source value."""
+        output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        figures = self._meters[False].drain(self.accelerator)
+        if self.context_evaluation is not None:
+            # One process measures: what all of them decide by must be the same.
+            measured = [self.context_evaluation(self.translator) if self.is_world_process_zero() else None]
+            figures |= broadcast_object_list(measured)[0]
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        return output
+
+    def log(self, logs, start_time=None):
+        """Adds each loss, and the seconds that the run has taken so far, killed ones included."""
+        if "loss" in logs:
+            logs |= self._meters[True].drain(self.accelerator)
+            now = time.perf_counter()
+            logs["seconds"] = last_logged(self.state.log_history, "seconds", 0.0) + now - self._clock
+            self._clock = now
+        super().log(logs, start_time)
+
+    def train(self, resume_from_checkpoint=None, **kwargs):
+        """As in the Trainer; `resume_from_checkpoint=True` takes the last checkpoint that is whole."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"`resume_from_checkpoint`: {self.args.output_dir} holds no whole checkpoint.")
+        self._clock = time.perf_counter()
+        return super().train(resume_from_checkpoint, **kwargs)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """Saves the translator, with how it was trained in its fit report."""
+        self.translator.fit_report = self.report()
+        super().save_model(output_dir, _internal_call)
+
+    def report(self) -> dict[str, Any]:
+        """The translator's fit report, with how it was trained: settings, steps, tokens, losses, seconds, versions."""
+        report = dict(self.translator.fit_report or {})
+        report.pop("evaluation", None)  # of the translator that the training started from
+        training = training_report(self.args, self.state, str(self.comparison.plan))
+        return {**report, "training": {**training, **self.facts}}
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        check_checkpoint(resume_from_checkpoint, self.translator)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _native_variances(self) -> dict[str, list[float]]:
+        """How much the native states of each layer vary, on the first examples of the data: a scale that is the same
+        for all batches, so that parts of a batch add up to it, and after a resume."""
+        if self._variances is None:
+            dataset = self.eval_dataset if self.train_dataset is None else self.train_dataset
+            dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+            if isinstance(dataset, TextDataset):
+                examples = dataset.head(VARIANCE_EXAMPLES)
+            else:
+                examples = list(itertools.islice(iter(dataset), VARIANCE_EXAMPLES))
+            found = []
+            for start in range(0, len(examples), VARIANCE_BATCH):
+                batch = self._prepare_inputs(self.data_collator(examples[start : start + VARIANCE_BATCH]))
+                read = self.comparison.inputs(self.translator, batch, self.target_embeddings)
+                found.append(native_variances(self.comparison.native_inputs(self.translator, read, batch)))
+            self._variances = {
+                name: [sum(layer) / len(found) for layer in zip(*(each[name] for each in found), strict=True)]
+                for name in found[0]
+            }
+        return self._variances
+
+    def _check_finite(self, loss: torch.Tensor, parts: dict[str, torch.Tensor], batch: dict[str, Any]) -> None:
+        if not bool(torch.isfinite(loss)):
+            figures = ", ".join(f"{name} {part.item():.4g}" for name, part in parts.items())
+            raise ValueError(
+                f"The loss is {loss.item()} at step {self.state.global_step + 1} ({figures}), in the documents "
+                f"{', '.join(batch['documents'])}. Check the dtypes of both models and the translator's weights, or "
+                "lower `learning_rate`."
+            )
+
+
+def kind(loss: str) -> str:
+    """Which tokens a loss is a mean over."""
+    return "prompt" if loss in ON_PROMPT else "context"
+
+
+def _freeze(model: nn.Module, device: torch.device) -> None:
+    model.eval().requires_grad_(False)
+    if getattr(model, "hf_device_map", None) is None:  # else it was placed by its owner
+        model.to(device)

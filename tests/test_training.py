@@ -1,0 +1,401 @@
+"""Training by MoTTrainer: what is learnt, what is not touched, and what the losses are."""
+
+import json
+
+import peft
+import pytest
+import torch
+from conftest import make_documents, make_own, make_pair, make_translator
+from safetensors.torch import load_file
+from training_pair import make_args, make_trainer
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from hf_mot import MoTModel
+from hf_mot.data.capture import capture_states
+from hf_mot.data.states import StatesDataset
+from hf_mot.evaluation import evaluate
+from hf_mot.evaluation.answers import token_losses
+from hf_mot.rows_mot import left_pad
+from hf_mot.training import MoTTrainingArguments, PairCollator, TextDataset, TrainingExample
+from hf_mot.training.checkpoints import last_checkpoint
+
+# peft 0.21 asks transformers for names that it has since renamed.
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return make_pair()
+
+
+@pytest.fixture(scope="module")
+def uneven(pair):
+    """Four examples with contexts and prompts of unequal length."""
+    tokenizer, examples = pair["target_tokenizer"], []
+    for index, document in enumerate(make_documents(4)):
+        ids = tokenizer(document, add_special_tokens=False)["input_ids"]
+        cut, end = 12 + 3 * index, 18 + 8 * index
+        while "\ufffd" in tokenizer.decode(ids[:cut]):
+            cut += 1
+        context_ids = [tokenizer.bos_token_id, *ids[:cut]]
+        examples.append(TrainingExample(f"file:{index}", tokenizer.decode(ids[:cut]), context_ids, ids[cut : end + 8]))
+    return examples
+
+
+def weights_of(model):
+    return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_loss_falls_and_the_language_models_stay_as_they_were(pair, tmp_path):
+    before = {side: weights_of(pair[side]) for side in ("source", "target")}
+    args = make_args(tmp_path, max_steps=8, learning_rate=1e-2, save_strategy="steps", save_steps=8)
+    held_out = TextDataset.from_args(make_documents(4, seed=5), pair["target_tokenizer"], args, passes=1, limit=6)
+    trainer = make_trainer(pair, args, eval_dataset=held_out)
+    start = trainer.evaluate()
+    trainer.train()
+    end = trainer.evaluate()
+    assert end["eval_loss"] < 0.8 * start["eval_loss"]
+    assert end["eval_loss"] == pytest.approx(end["eval_cc_loss"] + end["eval_pl_loss"], rel=1e-2)
+    for side in ("source", "target"):
+        assert same(weights_of(pair[side]), before[side])
+        assert not any(weight.requires_grad or weight.grad is not None for weight in pair[side].parameters())
+    # The checkpoint is a translator, and holds nothing else.
+    saved = MoTModel.from_pretrained(tmp_path / "checkpoint-8")
+    assert same(saved.state_dict(), trainer.translator.state_dict())
+    weights = tmp_path / "checkpoint-8" / "model.safetensors"
+    assert load_file(weights).keys() == trainer.translator.state_dict().keys()
+    assert weights.stat().st_size < 4 * trainer.translator.num_parameters() + 4096
+    training = saved.fit_report["training"]
+    logged = [logs for logs in trainer.state.log_history if "loss" in logs]
+    assert training["steps"] == 8 and training["tokens"] > 0 and training["seconds"] > 0
+    assert training["losses"] == {name: logged[-1][f"{name}_loss"] for name in ("cc", "pl")}
+    assert logged[-1]["loss"] == pytest.approx(sum(training["losses"].values()), rel=1e-4)
+
+
+@pytest.mark.parametrize("losses", ["pl", "cc", "cr", "distill", "key_attention", "cc_hidden"])
+@pytest.mark.parametrize("plan", ["none", "full:1-2"])
+def test_gradient_of_each_loss_reaches_the_translator(pair, uneven, tmp_path, losses, plan):
+    if (losses, plan) == ("cc_hidden", "none"):
+        with pytest.raises(ValueError, match="`losses` holds cc_hidden.* needs a `replay` .* like full"):
+            make_trainer(pair, make_args(tmp_path, losses=losses, replay=plan))
+        return
+    trainer = make_trainer(pair, make_args(tmp_path, losses=losses, replay=plan))
+    trainer.compute_loss(trainer.model, PairCollator()(uneven)).backward()
+    for name, weight in trainer.model.named_parameters():
+        assert weight.grad is not None and weight.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("plan", ["none", "full"])
+def test_a_perfect_translation_costs_nothing(uneven, tmp_path, family, plan):
+    """The identity translator: both readings of the target must be one, pads and prompts of any length included."""
+    own = make_own(family)
+    identity = MoTModel.identity(own["target"], own["target_tokenizer"])
+    args = make_args(tmp_path, losses="cc=1,distill=1,key_attention=1", replay=plan, per_device_eval_batch_size=4)
+    found = make_trainer(own, args, identity, train_dataset=uneven, eval_dataset=uneven).evaluate()
+    assert found["eval_loss"] < 1e-4
+    wrong = make_trainer(
+        own, args, make_translator(own, source_layers=(0, 1, 2)), train_dataset=uneven, eval_dataset=uneven
+    )
+    found = wrong.evaluate()
+    assert min(found[f"eval_{name}_loss"] for name in ("cc", "distill", "key_attention")) > 1e-2
+
+
+def test_prompt_loss_is_that_of_the_prompt_after_a_handoff(pair, uneven, tmp_path):
+    trainer = make_trainer(pair, make_args(tmp_path, losses="pl"))
+    loss = trainer.compute_loss(trainer.model, PairCollator()(uneven))
+    ids, mask = left_pad([example.context_ids for example in uneven])
+    cache = trainer.translator.handoff(
+        [example.text for example in uneven], **pair, target_input_ids=ids, target_attention_mask=mask
+    )
+    expected = torch.cat(token_losses(pair["target"], cache, [example.prompt_ids for example in uneven]))
+    assert loss.item() == pytest.approx(expected.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("top_logits", [0, 300, None])
+@pytest.mark.parametrize("plan", ["none", "full:1-2"])
+def test_captured_states_give_the_losses_of_live_ones(pair, uneven, tmp_path, plan, top_logits):
+    model = make_translator(pair)
+    top_logits = top_logits and min(top_logits, len(pair["target_tokenizer"]))
+    states = {"folder": tmp_path / "states", "dtype": "float32", "top_logits": top_logits, "progress": False}
+    capture_states(uneven, model, **pair, **states)
+    losses = "cc=1,cr=1,pl=1,distill=1,key_attention=1" if top_logits == 0 else "cc=1,cr=1,pl=1,distill=1"
+    args = make_args(tmp_path, losses=losses, replay=plan, per_device_eval_batch_size=4)
+    live = make_trainer(pair, args, model, train_dataset=uneven, eval_dataset=uneven).evaluate()
+    captured = StatesDataset(tmp_path / "states", model.config)
+    data = {"train_dataset": captured, "eval_dataset": captured, "source": None, "source_tokenizer": None}
+    found = make_trainer(pair, args, model, **data).evaluate()
+    for name in args.losses:
+        assert found[f"eval_{name}_loss"] == pytest.approx(live[f"eval_{name}_loss"], rel=1e-3, abs=1e-4)
+
+
+def test_states_are_regressed_on_without_any_language_model(pair, uneven, tmp_path):
+    model = make_translator(pair)
+    capture_states(uneven, model, **pair, folder=tmp_path / "states", top_logits=0, progress=False)
+    nobody = dict.fromkeys(pair)
+    data = {"train_dataset": StatesDataset(tmp_path / "states", model.config), **nobody}
+    args = make_args(tmp_path, losses="cc", max_steps=6, learning_rate=1e-2)
+    trainer = make_trainer(pair, args, model, target_embeddings=pair["target"].get_input_embeddings(), **data)
+    trainer.train()
+    logged = [logs["cc_loss"] for logs in trainer.state.log_history if "loss" in logs]
+    assert logged[-1] < 0.9 * logged[0]
+    with pytest.raises(ValueError, match="`target` is required: pl cannot be trained on without running it"):
+        make_trainer(pair, make_args(tmp_path, losses="cc=1,pl=1"), model, **data)
+    with pytest.raises(ValueError, match="`target` is required: text cannot"):
+        make_trainer(pair, args, model, **{**data, "train_dataset": uneven})
+
+
+def test_accumulated_batches_equal_one_large_batch(pair, uneven, tmp_path):
+    found = {}
+    for size in (1, 4):
+        args = make_args(
+            tmp_path,
+            max_steps=2,
+            losses="cc=1,pl=1,distill=1",
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=4 // size,
+        )
+        trainer = make_trainer(pair, args, train_dataset=uneven)
+        trainer.train()
+        found[size] = weights_of(trainer.model), [logs for logs in trainer.state.log_history if "loss" in logs]
+    for name, weight in found[4][0].items():
+        torch.testing.assert_close(found[1][0][name], weight, rtol=1e-4, atol=1e-5)
+    for split, whole in zip(found[1][1], found[4][1], strict=True):
+        for name in ("loss", "cc_loss", "pl_loss", "distill_loss", "grad_norm"):
+            assert split[name] == pytest.approx(whole[name], rel=1e-4)
+
+
+def test_loss_that_is_not_finite_stops_with_step_and_documents(pair, uneven, tmp_path):
+    trainer = make_trainer(pair, make_args(tmp_path), train_dataset=uneven)
+
+    class Break(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            model.translator.bias.data.fill_(float("nan"))
+
+    trainer.add_callback(Break())
+    with pytest.raises(ValueError, match=r"loss is nan at step 2 \(cc nan, pl nan\), in the documents file:\d, file"):
+        trainer.train()
+
+
+def test_evaluation_reports_what_the_harness_does(pair, tmp_path):
+    """Recovery and source value, from which early stopping and the best model follow."""
+    documents, no_source = make_documents(6, words=80, seed=3), make_translator(pair, source_layers=())
+    args = make_args(
+        tmp_path,
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        metric_for_best_model="recovery",
+        load_best_model_at_end=True,
+        eval_context_length=24,
+    )
+    assert args.greater_is_better
+    measured = iter([0.2, 0.5, 0.4, 0.3])
+    trainer = make_trainer(
+        pair,
+        args,
+        eval_dataset=TextDataset.from_args(documents, pair["target_tokenizer"], args, passes=1, limit=2),
+        eval_documents=documents,
+        no_source=no_source,
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=1)],
+    )
+    own = trainer.context_evaluation
+    again = [own(trainer.translator), own(trainer.translator)]  # what is constant is measured once
+    report = evaluate(
+        trainer.translator,
+        documents,
+        **pair,
+        no_source=no_source,
+        arms=["native", "no_context", "translated", "no_source"],
+        context_length=24,
+        seed=args.seed,
+        cost=False,
+        progress=False,
+    )
+    expected = {name: report[name]["value"] for name in ("recovery", "source_value") if name in report}
+    assert again == [pytest.approx(expected)] * 2
+    for arm in ("native", "no_context", "no_source"):
+        nll = [result["nll"] for result in own.known[arm].values()]
+        assert sum(nll) / len(nll) == pytest.approx(report["arms"][arm]["nll"])
+    trainer.context_evaluation = lambda translator: {"recovery": next(measured), "source_value": 0.1}
+    trainer.train()
+    assert trainer.state.global_step == 3  # one evaluation without progress, and it stops
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+    best = MoTModel.from_pretrained(tmp_path / "checkpoint-2")
+    assert same(best.state_dict(), trainer.translator.state_dict())
+    assert [logs["eval_source_value"] for logs in trainer.state.log_history if "eval_loss" in logs] == [0.1] * 3
+
+
+def test_figures_reach_tensorboard(pair, uneven, tmp_path):
+    pytest.importorskip("tensorboardX")
+    args = make_args(tmp_path, max_steps=2, report_to="tensorboard", eval_strategy="steps", eval_steps=2)
+    trainer = make_trainer(pair, args, train_dataset=uneven, eval_dataset=uneven)
+    trainer.context_evaluation = lambda translator: {"recovery": 0.5, "source_value": 0.1}
+    trainer.train()
+    (written,) = (path.read_bytes() for path in tmp_path.rglob("events.out.*"))
+    for name in ("train/loss", "train/cc_loss", "train/seconds", "eval/pl_loss", "eval/recovery", "eval/source_value"):
+        assert name.encode() in written
+
+
+def test_checkpoint_of_another_translator_is_refused(pair, tmp_path):
+    args = make_args(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    make_trainer(pair, args).train()
+    with pytest.raises(ValueError, match="is of another translator: `rank` is 8, expected 4"):
+        make_trainer(pair, args, make_translator(pair, rank=4)).train(resume_from_checkpoint=True)
+    other = make_pair(target="gpt2")
+    with pytest.raises(ValueError, match="is of another translator: `target.model_type` is 'gemma3_text', expected"):
+        make_trainer(other, args).train(resume_from_checkpoint=True)
+
+
+def test_half_a_checkpoint_is_passed_over(tmp_path):
+    assert last_checkpoint(tmp_path) is None
+    for step, state in ((9, "{}"), (10, '{"global'), (11, None)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if state is not None:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
+
+
+def test_models_of_another_pair_are_refused(pair, tmp_path):
+    args, translator = make_args(tmp_path), make_translator(pair)
+    with pytest.raises(ValueError, match="`target` does not match"):
+        make_trainer({**pair, "target": pair["source"]}, args, translator)
+    with pytest.raises(ValueError, match="`source_tokenizer` is required"):
+        make_trainer({**pair, "source_tokenizer": None}, args, translator)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"losses": "cc=1,kl=1"}, "`losses` names 'kl', which is none of cc, "),
+        ({"losses": "cc=much"}, "`losses` must give cc a number as weight, got 'much'"),
+        ({"losses": {}}, "at least one above 0"),
+        (
+            {"context_length": "long"},
+            "`context_length` must be a number of tokens, or a range like 64-256, got 'long'",
+        ),
+        ({"replay": "half"}, "`replay` must be one of none, full"),
+        ({"remove_unused_columns": True}, "`remove_unused_columns` must be False"),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        make_args(tmp_path, **change)
+
+
+def test_defaults_are_the_papers_recipe(tmp_path):
+    args = MoTTrainingArguments(str(tmp_path), use_cpu=True)
+    assert (args.max_steps, args.get_warmup_steps(args.max_steps)) == (500, 50)
+    assert args.train_batch_size * args.gradient_accumulation_steps == 16
+    assert (args.learning_rate, args.weight_decay, args.max_grad_norm) == (1e-4, 0.01, 1.0)
+    assert (args.length, args.context_range, args.shuffle_buffer) == (128, (64, 64), 50_000)
+
+
+def test_linear_path_learns_at_its_own_rate(pair, tmp_path):
+    args = make_args(tmp_path, max_steps=1, learning_rate=1e-2, linear_learning_rate=0.0, warmup_steps=0)
+    trainer = make_trainer(pair, args)
+    before = weights_of(trainer.model)
+    trainer.train()
+    assert same(before, weights_of(trainer.model))  # of this translator everything is its linear path
+    lora = peft.get_peft_model(make_translator(pair), peft.LoraConfig(target_modules="all-linear", r=2))
+    with pytest.raises(ValueError, match="`linear_learning_rate` is given, but the translator has no linear path"):
+        make_trainer(pair, args, lora).train()
+
+
+def test_bf16_keeps_the_weights_in_fp32(pair, uneven, tmp_path):
+    losses = []
+    for bf16 in (False, True):
+        trainer = make_trainer(pair, make_args(tmp_path, max_steps=1, bf16=bf16), train_dataset=uneven)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+        assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
+    assert losses[1] == pytest.approx(losses[0], rel=0.03) and losses[1] != losses[0]
+
+
+def test_lora_on_a_translator_trains_saves_loads_and_merges(pair, tmp_path):
+    base = make_translator(pair)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules="all-linear", r=2))
+    args = make_args(tmp_path, learning_rate=1e-1, save_strategy="steps", save_steps=3)
+    trainer = make_trainer(pair, args, model)
+    before = weights_of(base)
+    trainer.train()
+    frozen = {name: weight for name, weight in base.state_dict().items() if "lora" not in name}
+    assert all(torch.equal(before[name], weight) for name, weight in frozen.items())
+    files = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    loaded = peft.PeftModel.from_pretrained(make_translator(pair), str(tmp_path / "checkpoint-3"))
+    text = make_documents(1, words=8)
+    trained, plain = (mot.handoff(text, **pair) for mot in (trainer.translator, make_translator(pair)))
+    merged = loaded.merge_and_unload().eval().handoff(text, **pair)
+    torch.testing.assert_close(merged.layers[0].keys, trained.layers[0].keys, rtol=1e-4, atol=1e-4)
+    assert (merged.layers[0].keys - plain.layers[0].keys).abs().max() > 1e-2
+
+
+def test_adapted_language_models_are_trained_between(pair, tmp_path):
+    def adapted(model, seed):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
+        return peft.get_peft_model(model, config)
+
+    fresh = make_pair()
+    own = {**fresh, "source": adapted(fresh["source"], 1), "target": adapted(fresh["target"], 2)}
+    before = {side: weights_of(own[side]) for side in ("source", "target")}
+    trainer = make_trainer(own, make_args(tmp_path, losses="cc=1,pl=1,distill=1"))
+    trainer.train()
+    assert trainer.translator.config.target["adapter"] is not None
+    assert all(same(before[side], weights_of(own[side])) for side in before)
+    with pytest.raises(ValueError, match="adapter"):
+        make_trainer(own, make_args(tmp_path), make_translator(pair))
+    make_trainer(own, make_args(tmp_path), make_translator(pair), allow_variant=True).train()
+
+
+def test_translators_metrics_are_logged(pair, uneven, tmp_path):
+    trainer = make_trainer(pair, make_args(tmp_path, max_steps=1), train_dataset=uneven)
+    forward = trainer.model.forward
+
+    def with_metrics(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output["metrics"] = {"router_entropy": torch.tensor(0.5)}
+        return output
+
+    trainer.model.forward = with_metrics
+    trainer.train()
+    assert trainer.state.log_history[0]["router_entropy"] == pytest.approx(0.5)
+
+
+def test_text_is_an_endless_stream_in_an_order_of_its_own(pair):
+    documents, tokenizer = make_documents(3), pair["target_tokenizer"]
+    settings = {"length": 40, "context_length": (12, 20)}
+    once = list(TextDataset(documents, tokenizer, passes=1, **settings))
+    stream = iter(TextDataset(documents, tokenizer, **settings))
+    longer = [next(stream) for _ in range(2 * len(once))]
+    assert longer[: len(once)] == once and longer[len(once) :] != once
+    loader = torch.utils.data.DataLoader(
+        TextDataset(documents, tokenizer, passes=1, **settings), batch_size=1, num_workers=2, collate_fn=list
+    )
+    found = [example.document for batch in loader for example in batch]
+    assert sorted(found) == sorted(example.document for example in once)  # none twice
+
+
+def test_text_that_cannot_be_trained_on_is_refused(pair):
+    tokenizer = pair["target_tokenizer"]
+    with pytest.raises(TypeError, match="`documents` must be readable again"):
+        TextDataset(iter(["a"]), tokenizer)
+    with pytest.raises(ValueError, match="`length` must exceed the longest context"):
+        TextDataset(["a"], tokenizer, length=64)
+    with pytest.raises(ValueError, match="`documents` holds no document of 64"):
+        next(iter(TextDataset(["too short"], tokenizer)))
+
+
+def test_report_is_json(pair, uneven, tmp_path):
+    trainer = make_trainer(pair, make_args(tmp_path, max_steps=1), train_dataset=uneven)
+    trainer.translator.fit_report = {"rank": 8, "evaluation": {"recovery": 1}}
+    trainer.train()
+    report = json.loads(json.dumps(trainer.report()))
+    assert report["rank"] == 8 and "evaluation" not in report  # figures of what it started from

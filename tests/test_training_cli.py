@@ -1,0 +1,170 @@
+"""`hf-mot train` and the examples of training, on a tiny pair."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_documents, make_pair, save_pair
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from hf_mot import MoTModel
+from hf_mot.cli.main import main
+from hf_mot.fit import fit, save_fit
+from hf_mot.training import MoTTrainer
+from hf_mot.training.start import continue_from, describe_pair, new_translator
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two tiny models (`source`, `target`), text to train on and to measure on, and a closed-form fit."""
+    folder, pair = tmp_path_factory.mktemp("train"), make_pair()
+    save_pair(pair, folder)
+    (folder / "train.txt").write_text("\n".join(make_documents(30)), encoding="utf-8")
+    (folder / "valid.txt").write_text("\n".join(make_documents(6, words=80, seed=1)), encoding="utf-8")
+    found = fit(make_documents(10), **pair, source_layers=[0, 2], rank=8, embedding_window=2, max_tokens=500)
+    save_fit(found, folder / "fitted")
+    return folder
+
+
+@pytest.fixture
+def command(folder):
+    """A short training; `--out` is left to the test."""
+    return [
+        *("train", "--source", str(folder / "source"), "--target", str(folder / "target")),
+        *("--text", str(folder / "train.txt"), "--lines", "--length", "40", "--context", "12-20"),
+        *("--init", str(folder / "fitted"), "--batch-size", "2", "--accumulation", "1", "--max-steps", "2"),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
+def fails(capsys, argv: list[str]) -> str:
+    assert main(argv) == 1
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_train_goes_on_from_a_fit_and_writes_a_translator(folder, command, tmp_path, capsys):
+    out = tmp_path / "out"
+    measured = ["--eval-text", str(folder / "valid.txt"), "--eval-context", "24", "--eval-steps", "1"]
+    twin = ["--no-source", str(folder / "fitted" / "no_source"), "--best", "loss"]
+    assert main([*command, *measured, *twin, "--out", str(out), "--json", str(tmp_path / "report.json")]) == 0
+    assert "trained 2 steps" in capsys.readouterr().out
+    mot, fitted = MoTModel.from_pretrained(out), MoTModel.from_pretrained(folder / "fitted")
+    change = (mot.translator.up.weight - fitted.translator.up.weight).abs().max()
+    assert 0 < change < 1e-3  # two steps at a learning rate of 1e-4
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report == mot.fit_report and report["ridge"] == fitted.fit_report["ridge"]
+    training = report["training"]
+    assert training["steps"] == 2 and training["held_out"]["loss"] > 0
+    assert training["corpus"][0]["name"] == "train.txt" and str(tmp_path) not in json.dumps(report)
+    card = (out / "README.md").read_text()
+    assert "trained: 2 steps of 2 sequences" in card and "losses 1 × cc + 1 × pl" in card
+    assert AutoModel.from_pretrained(out, trust_remote_code=True).config.rank == 8
+
+
+def test_train_goes_on_where_it_was_killed(command, tmp_path, capsys, monkeypatch):
+    """And not where its settings are others."""
+    save = MoTTrainer._save_rng_state
+
+    def killed_in_the_second_step(trainer, folder):
+        if trainer.state.global_step == 2:
+            raise KeyboardInterrupt
+        save(trainer, folder)
+
+    command += ["--save-steps", "1"]
+    monkeypatch.setattr(MoTTrainer, "_save_rng_state", killed_in_the_second_step)
+    assert main([*command, "--out", str(tmp_path / "killed")]) == 130
+    assert not (tmp_path / "killed" / "config.json").exists()
+    monkeypatch.undo()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    message = fails(capsys, [*command, "--out", str(tmp_path / "killed"), "--losses", "pl"])
+    assert "was made with other settings: `settings.losses.cc` is 1.0, expected None. Resume with" in message
+    for name in ("killed", "whole"):
+        assert main([*command, "--out", str(tmp_path / name)]) == 0
+    killed, whole = (MoTModel.from_pretrained(tmp_path / name).state_dict() for name in ("killed", "whole"))
+    assert all(torch.equal(weight, whole[name]) for name, weight in killed.items())
+
+
+def test_train_on_captured_states_does_not_load_the_source(folder, command, tmp_path, capsys, monkeypatch):
+    pair = [*command[1:5], "--text", str(folder / "train.txt"), "--lines", "--length", "40", "--context", "12", "20"]
+    captured = ["capture", *pair, "--source-layers", "0", "2", "--out", str(tmp_path / "states"), "--examples", "8"]
+    assert main(captured) == 0
+    monkeypatch.setattr("hf_mot.hub.resolve.load_tokenizer", lambda name: AutoTokenizer.from_pretrained(name))
+    loaded = []
+    monkeypatch.setattr(
+        "hf_mot.hub.resolve.load_model",
+        lambda name, **kwargs: loaded.append(name) or AutoModelForCausalLM.from_pretrained(name),
+    )
+    start = command.index("--text")
+    arguments = [*command[:start], "--states", str(tmp_path / "states"), *command[command.index("--batch-size") :]]
+    options = ["--config", "rank=4", "embedding_window=2", "--losses", "cc=1,distill=1"]
+    assert main([*arguments, *options, "--out", str(tmp_path / "out")]) == 0
+    assert loaded == [str(folder / "target")]
+    mot = MoTModel.from_pretrained(tmp_path / "out")
+    assert mot.config.source_layers == [0, 2] and mot.config.rank == 4
+    assert mot.fit_report["training"]["corpus"][0]["name"] == "8 captured examples"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--losses", "kl"], "`losses` names 'kl'"),
+        (["--method", "mto"], "`--method` is 'mto'"),
+        (["--config", "rank"], "`--config` must be NAME=VALUE, got 'rank'"),
+        (["--config", "rank=4"], "for which the translator that is to be trained (reduced_rank) has no linear path"),
+        (["--config", "rnak=4"], "`rnak` is not a field of MoTConfig"),
+        (["--best", "recovery"], "`--best` recovery needs `--eval-text`"),
+        (["--length", "2000", "--context", "1900"], "`documents` holds no document of 1900 + 100 target tokens"),
+        (["--text", "nowhere.txt"], "nowhere.txt, which does not exist"),
+    ],
+)
+def test_train_refuses_bad_arguments_before_any_step(command, tmp_path, capsys, monkeypatch, change, message):
+    monkeypatch.setattr(MoTTrainer, "train", None)
+    assert message in fails(capsys, [*command, "--out", str(tmp_path / "out"), *change])
+
+
+def test_train_overwrites_checkpoints_alone(command, tmp_path, capsys):
+    (tmp_path / "letters.txt").write_text("dear")
+    assert "is not empty, and holds no checkpoints" in fails(capsys, [*command, "--out", str(tmp_path)])
+    assert (tmp_path / "letters.txt").read_text() == "dear"
+
+
+def test_new_translator_reads_evenly_spaced_layers():
+    pair = describe_pair(**make_pair())
+    found = [new_translator(pair, num_source_layers=count, rank=4).config.source_layers for count in (1, 2, 10)]
+    assert found == [[0], [0, 2], [0, 1, 2]]
+    model = new_translator(pair, rank=4)
+    assert continue_from(model, rank=4) is model
+
+
+def test_example_trains_a_pair(folder, tmp_path, monkeypatch, capsys):
+    arguments = {
+        **{"--source": folder / "source", "--target": folder / "target", "--text": folder / "train.txt"},
+        **{"--eval_text": folder / "valid.txt", "--rank": 8, "--output_dir": tmp_path, "--use_cpu": True},
+        **{"--max_steps": 2, "--length": 40, "--context_length": 20, "--losses": "cc=1,distill=0.5"},
+        **{"--eval_strategy": "steps", "--eval_steps": 1, "--eval_context_length": 24, "--lines": True},
+        **{"--per_device_train_batch_size": 2, "--gradient_accumulation_steps": 1},
+    }
+    monkeypatch.setattr(sys, "argv", ["train_pair.py", *(str(part) for pair in arguments.items() for part in pair)])
+    runpy.run_path(str(EXAMPLES / "train_pair.py"), run_name="__main__")
+    assert "2 steps" in capsys.readouterr().out
+    training = AutoModel.from_pretrained(tmp_path).fit_report["training"]
+    assert training["settings"]["losses"] == {"cc": 1.0, "distill": 0.5} and training["held_out"]["loss"] > 0
+
+
+def test_overhead_is_measured(folder, tmp_path, monkeypatch, capsys):
+    arguments = ["--source", folder / "source", "--target", folder / "target", "--text", folder / "train.txt"]
+    arguments += ["--lines", "--steps", 2, "--rank", 8, "--json", tmp_path / "overhead.json", "--use_cpu", "true"]
+    arguments += ["--length", 40, "--context_length", 20, "--gradient_accumulation_steps", 1, "--disable_tqdm", "true"]
+    monkeypatch.setattr(sys, "argv", ["training_overhead.py", *map(str, arguments)])
+    runpy.run_path(str(EXAMPLES / "training_overhead.py"), run_name="__main__")
+    report = json.loads((tmp_path / "overhead.json").read_text())
+    assert 0 < report["overhead"] < 1 and report["steps"] == 2
