@@ -24,7 +24,7 @@ class PairArguments:
     eval_text: list[str] | None = field(default=None, metadata={"help": "Other text, to measure on."})
     lines: bool = field(default=False, metadata={"help": "One document a line."})
     init: str | None = field(default=None, metadata={"help": "Start from this translator, e.g. of hf-mot fit."})
-    rank: int = field(default=1024, metadata={"help": "Rank of a new translator."})
+    rank: int = field(default=1024, metadata={"help": "Inner channels of a new translator."})
     patience: int | None = field(default=None, metadata={"help": "Stop after so many evaluations without progress."})
 
 
@@ -39,7 +39,7 @@ def main():
         "target_tokenizer": load_tokenizer(pair_args.target),
     }
     if pair_args.init is None:
-        model = new_translator(describe_pair(**pair), rank=pair_args.rank, seed=args.seed)
+        model = new_translator(describe_pair(**pair), trunk=True, rank=pair_args.rank, seed=args.seed)
     else:
         model = MoTModel.from_pretrained(pair_args.init)
 

@@ -83,7 +83,7 @@ def main():
 def measure(options: argparse.Namespace, args: MoTTrainingArguments) -> dict:
     pair = {side: load_model(getattr(options, side)) for side in ("source", "target")}
     pair |= {f"{side}_tokenizer": load_tokenizer(getattr(options, side)) for side in ("source", "target")}
-    model = new_translator(describe_pair(**pair), rank=options.rank)
+    model = new_translator(describe_pair(**pair), trunk=True, rank=options.rank)
     text = TextDataset.from_args(TextFiles(options.text, options.lines), pair["target_tokenizer"], args)
     timer = Timer()
     trainer = MoTTrainer(model, args, train_dataset=text, callbacks=[timer], **pair)

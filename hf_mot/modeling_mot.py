@@ -139,6 +139,18 @@ class MoTModel(MoTPreTrainedModel):
         target: PreTrainedModel,
         source_tokenizer: PreTrainedTokenizerBase,
         target_tokenizer: PreTrainedTokenizerBase,
+        **kwargs: Any,
+    ) -> "MoTModel":
+        """A translator for a pair of models and their fast tokenizers, to be trained. Arguments as in
+        [`from_contracts`]."""
+        contracts = (describe_model(source, source_tokenizer), describe_model(target, target_tokenizer))
+        return cls.from_contracts(*contracts, **kwargs)
+
+    @classmethod
+    def from_contracts(
+        cls,
+        source: dict[str, Any],
+        target: dict[str, Any],
         *,
         channel_ratio: float = 1.0,
         start: int = 0,
@@ -146,27 +158,24 @@ class MoTModel(MoTPreTrainedModel):
         **fields: Any,
     ) -> "MoTModel":
         """
-        A translator for a pair of models, to be trained.
+        A translator with random weights.
 
         Args:
-            source, target (`PreTrainedModel`): The pair.
-            source_tokenizer, target_tokenizer (`PreTrainedTokenizerBase`): Their fast tokenizers.
+            source, target (`dict`): The contracts of both models, as `contract_mot.describe_model` writes them.
             channel_ratio, start, mapping (*optional*): The channel window, as in [`channels_mot.channels`]; by default
                 all target layers, each with the source layer of its relative depth.
-            **fields: Other fields of [`MoTConfig`], such as those of `configuration_mot.PAPER`; `source_layers` or
+            **fields: Fields of [`MoTConfig`], such as those of `configuration_mot.PAPER`; `source_layers` and
                 `target_layers` take the place of the window's.
 
         Raises:
             `ValueError`: a window out of range, or fields that [`MoTConfig`] refuses.
         """
-        contracts = {
-            "source": describe_model(source, source_tokenizer),
-            "target": describe_model(target, target_tokenizer),
-        }
-        depths = (len(contract["geometry"]["layers"]) for contract in contracts.values())
+        depths = (len(contract["geometry"]["layers"]) for contract in (source, target))
         window = channels(*depths, channel_ratio=channel_ratio, start=start, mapping=mapping)
-        default = {"replay": "none" if channel_ratio == 1 else "full"}
-        return cls(MoTConfig(**contracts, **{"method": "mot", **window, **default, **fields}))
+        if channel_ratio == 1:
+            window["target_layers"] = None
+        default = {"method": "mot", "replay": "none" if channel_ratio == 1 else "full"}
+        return cls(MoTConfig(source=source, target=target, **{**default, **window, **fields}))
 
     @classmethod
     def identity(cls, target: PreTrainedModel, target_tokenizer: PreTrainedTokenizerBase) -> "MoTModel":

@@ -1,6 +1,7 @@
 """Training by MoTTrainer: what is learnt, what is not touched, and what the losses are."""
 
 import json
+import math
 
 import peft
 import pytest
@@ -18,6 +19,7 @@ from hf_mot.evaluation.answers import token_losses
 from hf_mot.rows_mot import left_pad
 from hf_mot.training import MoTTrainingArguments, PairCollator, TextDataset, TrainingExample
 from hf_mot.training.checkpoints import last_checkpoint
+from hf_mot.training.routing import RouterUsage
 
 # peft 0.21 asks transformers for names that it has since renamed.
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")
@@ -355,18 +357,25 @@ def test_adapted_language_models_are_trained_between(pair, tmp_path):
     make_trainer(own, make_args(tmp_path), make_translator(pair), allow_variant=True).train()
 
 
-def test_translators_metrics_are_logged(pair, uneven, tmp_path):
-    trainer = make_trainer(pair, make_args(tmp_path, max_steps=1), train_dataset=uneven)
-    forward = trainer.model.forward
-
-    def with_metrics(*args, **kwargs):
-        output = forward(*args, **kwargs)
-        output["metrics"] = {"router_entropy": torch.tensor(0.5)}
-        return output
-
-    trainer.model.forward = with_metrics
+def test_usage_of_the_translators_is_logged(pair, uneven, tmp_path):
+    size = {"num_translators": 2, "hidden_size": 8, "num_attention_heads": 2}
+    mot = MoTModel.from_pair(**pair, **size)
+    with torch.no_grad():  # of the two routers, one always takes the first translator, and one each for half
+        for side, bias in zip(mot.translator.sides, ([5.0, -5.0], [0.0, 0.0]), strict=True):
+            side.router.gate.weight.zero_()
+            side.router.gate.bias.copy_(torch.tensor(bias))
+    mot.translator.sides[1].router.forward = lambda x: (torch.tensor([[1.0, 0.0], [0.0, 1.0]]), None)
+    usage = RouterUsage(mot.train())
+    for side in mot.translator.sides:
+        side.router(torch.randn(1, 2, side.router.norm.normalized_shape[0]))
+    assert usage.drain() == pytest.approx({"router_cv2": (1 + 0) / 2, "router_entropy": (0 + math.log(2)) / 2})
+    assert usage.drain() == {}
+    trainer = make_trainer(pair, make_args(tmp_path, max_steps=1), MoTModel.from_pair(**pair, **size))
     trainer.train()
-    assert trainer.state.log_history[0]["router_entropy"] == pytest.approx(0.5)
+    assert 0 <= trainer.state.log_history[0]["router_entropy"] <= math.log(2) + 1e-6
+    single = make_trainer(pair, make_args(tmp_path, max_steps=1))
+    single.train()
+    assert "router_cv2" not in single.state.log_history[0]
 
 
 def test_text_is_an_endless_stream_in_an_order_of_its_own(pair):

@@ -119,7 +119,8 @@ def test_train_on_captured_states_does_not_load_the_source(folder, command, tmp_
         (["--losses", "kl"], "`losses` names 'kl'"),
         (["--method", "mto"], "`--method` is 'mto'"),
         (["--config", "rank"], "`--config` must be NAME=VALUE, got 'rank'"),
-        (["--config", "rank=4"], "for which the translator that is to be trained (reduced_rank) has no linear path"),
+        (["--config", "rank=4"], "`closed_form` was fitted with `rank` 8, but this translator has 4"),
+        (["--start", "1"], "`--start` is for a new translator, but `--init` has its layers"),
         (["--config", "rnak=4"], "`rnak` is not a field of MoTConfig"),
         (["--best", "recovery"], "`--best` recovery needs `--eval-text`"),
         (["--length", "2000", "--context", "1900"], "`documents` holds no document of 1900 + 100 target tokens"),
@@ -139,10 +140,10 @@ def test_train_overwrites_checkpoints_alone(command, tmp_path, capsys):
 
 def test_new_translator_reads_evenly_spaced_layers():
     pair = describe_pair(**make_pair())
-    found = [new_translator(pair, num_source_layers=count, rank=4).config.source_layers for count in (1, 2, 10)]
+    found = [new_translator(pair, num_source_layers=count).config.source_layers for count in (1, 2, 10)]
     assert found == [[0], [0, 2], [0, 1, 2]]
-    model = new_translator(pair, rank=4)
-    assert continue_from(model, rank=4) is model
+    model = new_translator(pair)
+    assert continue_from(model, method="mot") is model
 
 
 def test_example_trains_a_pair(folder, tmp_path, monkeypatch, capsys):
@@ -168,3 +169,52 @@ def test_overhead_is_measured(folder, tmp_path, monkeypatch, capsys):
     runpy.run_path(str(EXAMPLES / "training_overhead.py"), run_name="__main__")
     report = json.loads((tmp_path / "overhead.json").read_text())
     assert 0 < report["overhead"] < 1 and report["steps"] == 2
+
+
+@pytest.fixture
+def search(command, folder):
+    """A search over the windows of one layer; `--out` is left to the test."""
+    start = command.index("--init")
+    size = ["--config", "hidden_size=8", "num_attention_heads=2", "embedding_window=1"]
+    held_out = ["--eval-text", str(folder / "valid.txt"), "--eval-context", "24", "--eval-limit", "3"]
+    command = ["search-channels", *command[1:start], *command[start + 2 :], *size, *held_out]
+    return [*command, "--channel-ratio", "0.3", "--max-steps", "1"]
+
+
+def test_search_tries_every_window_and_goes_on_where_it_was_killed(search, tmp_path, capsys, monkeypatch):
+    trained, train = [], MoTTrainer.train
+
+    def killed_in_the_third(trainer, *args):
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        trained.append(trainer.translator.target_layers)
+        return train(trainer, *args)
+
+    monkeypatch.setattr(MoTTrainer, "train", killed_in_the_third)
+    assert main([*search, "--out", str(tmp_path)]) == 130
+    monkeypatch.setattr(MoTTrainer, "train", lambda trainer: trained.append(trainer.translator.target_layers))
+    assert main([*search, "--out", str(tmp_path)]) == 0
+    assert trained == [[0], [1], [2]]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [window["target_layers"] for window in report["windows"]] == trained
+    losses = [window["eval_loss"] for window in report["windows"]]
+    assert report["best"]["eval_loss"] == min(losses) and len(set(losses)) == 3
+    assert (tmp_path / "windows.png").stat().st_size > 1000
+    assert f"--channel-ratio 0.3 --start {report['best']['start']}" in capsys.readouterr().out
+    assert "with max_steps 1, but this run has 2" in fails(
+        capsys, [*search, "--max-steps", "2", "--out", str(tmp_path)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--starts", "0,3"], "`starts` must lie in 0..2 for a channel ratio of 0.3, got 3"),
+        (["--starts", "a"], "`--starts` must be layer numbers with commas between, got 'a'"),
+        (["--channel-ratio", "2"], "`channel_ratio` must be above 0 and at most 1, got 2.0"),
+        (["--preset", "papers"], "`--preset` is 'papers'. Did you mean paper?"),
+    ],
+)
+def test_search_refuses_bad_arguments(search, tmp_path, capsys, monkeypatch, change, message):
+    monkeypatch.setattr(MoTTrainer, "train", None)
+    assert message in fails(capsys, [*search, "--out", str(tmp_path / "out"), *change])

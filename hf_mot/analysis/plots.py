@@ -49,3 +49,45 @@ def plot_sensitivity(report: dict[str, Any], path: str | os.PathLike) -> None:
     panels[0].legend(frameon=False, fontsize=8)
     panels[-1].set_xlabel("layer of the target that alone is translated")
     figure.savefig(path)
+
+
+def plot_windows(report: dict[str, Any], path: str | os.PathLike) -> None:
+    """
+    Validation loss of the proxy in each channel window, by its lowest layer: the paper's U-shape, where there is one.
+
+    Args:
+        report (`dict`): What `search_channels` returned.
+        path (`str` or `os.PathLike`): The picture, by its ending a PNG, SVG or PDF.
+
+    Raises:
+        ImportError: Without matplotlib, an extra.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    windows = sorted(report["windows"], key=lambda window: window["start"])
+    figure = Figure(figsize=(7, 4), dpi=160, layout="constrained")
+    axes = figure.subplots()
+    starts = [window["start"] for window in windows]
+    axes.plot(starts, [window["eval_loss"] for window in windows], marker="o", color=_COLORS["keys"])
+    best = report["best"]
+    axes.annotate(
+        f"layers {best['target_layers'][0]}-{best['target_layers'][-1]}",
+        (best["start"], best["eval_loss"]),
+        xytext=(0, -16),
+        textcoords="offset points",
+        ha="center",
+        color=_COLORS["keys"],
+    )
+    size = len(best["target_layers"])
+    axes.set(xlabel=f"lowest target layer of a window of {size}", ylabel="validation loss")
+    axes.set_xticks(starts)
+    axes.margins(y=0.2)
+    if all("eval_recovery" in window for window in windows):
+        other = axes.twinx()
+        other.plot(starts, [window["eval_recovery"] for window in windows], marker="s", color=_COLORS["values"])
+        other.set_ylabel("recovery", color=_COLORS["values"])
+        other.spines["top"].set_visible(False)
+    axes.spines["top"].set_visible(False)
+    axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
+    figure.savefig(path)

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from hf_mot import __version__
-from hf_mot.cli import analyze, capture, catalog, demo, evaluate, fit, generate, inspect, push, train
+from hf_mot.cli import analyze, capture, catalog, demo, evaluate, fit, generate, inspect, push, search_channels, train
 
 COMMANDS = {
     "demo": demo,
     "fit": fit,
     "train": train,
+    "search-channels": search_channels,
     "evaluate": evaluate,
     "analyze": analyze,
     "generate": generate,

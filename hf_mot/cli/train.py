@@ -25,12 +25,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the translator and its checkpoints")
     parser.add_argument("--overwrite", action="store_true", help="start anew instead of from DIR's last checkpoint")
     parser.add_argument("--init", metavar="DIR", help="start from this translator, e.g. of hf-mot fit")
-    parser.add_argument("--method", metavar="M", help="what to train [as --init, or reduced_rank]")
-    parser.add_argument("--layers", type=int, metavar="N", help="source layers to read without --init [10]")
+    add_translator_arguments(parser)
+    add_training_arguments(parser)
+
+
+def add_translator_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is trained."""
+    parser.add_argument("--method", metavar="M", help="mot, mlp or reduced_rank [as --init, or mot]")
+    parser.add_argument("--preset", metavar="NAME", help="paper: the literal Mixture-of-Translators, ratio 0.3")
+    parser.add_argument("--channel-ratio", type=float, metavar="X", help="share of the layers translated [1]")
+    parser.add_argument("--start", type=int, metavar="L", help="lowest target layer that is translated [0]")
+    parser.add_argument("--mapping", metavar="M", help="layers are paired by depth_ratio or terminal [depth_ratio]")
+    parser.add_argument("--layers", type=int, metavar="N", help="read N source layers, evenly spaced [one a channel]")
     parser.add_argument(
-        "--config", nargs="+", default=[], metavar="NAME=VALUE", help="other fields of the translator's config"
+        "--config", nargs="+", default=[], metavar="NAME=VALUE", help="fields of the config, e.g. num_translators=2"
     )
-    parser.add_argument("--replay", metavar="PLAN", help="what the target recomputes [none]")
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    """How it is trained."""
+    parser.add_argument("--replay", metavar="PLAN", help="what the target recomputes [what the layers allow: none]")
     parser.add_argument("--losses", metavar="A=W,…", help="losses and their weights [cc=1,pl=1]")
     parser.add_argument("--length", type=int, metavar="N", help="target tokens of an example [128]")
     parser.add_argument("--context", metavar="C", help="of these, context; a range 64-256 mixes lengths [64]")
@@ -60,9 +74,7 @@ def run(args: argparse.Namespace) -> int:
     # Cheap checks come first: a typo must not cost a download or an hour.
     check_output_file(args.json, "--json")
     _check_out(args)
-    settings = dict(map(_setting, args.config))
 
-    from hf_mot.configuration_mot import METHODS
     from hf_mot.data.states import StatesDataset
     from hf_mot.evaluation import save_report
     from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
@@ -70,10 +82,8 @@ def run(args: argparse.Namespace) -> int:
     from hf_mot.training.checkpoints import check_run, last_checkpoint
     from hf_mot.training.trainer import VARIANCE_EXAMPLES
 
-    if args.method is not None:
-        check_choice(args.method, [method for method in METHODS if method != "identity"], "--method")
-        settings["method"] = args.method
-    training = _training_arguments(args)
+    settings = translator_settings(args)
+    training = training_arguments(args)
     text = None if args.text is None else TextFiles(args.text, args.lines)
     held_out = None if args.eval_text is None else TextFiles(args.eval_text, args.lines)
     states = None if args.states is None else StatesDataset(args.states)
@@ -118,11 +128,34 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def translator_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The channel window and the config's fields that the command line gives."""
+    from hf_mot.configuration_mot import METHODS, PAPER
+
+    settings: dict[str, Any] = {}
+    if args.preset is not None:
+        check_choice(args.preset, ["paper"], "--preset")
+        settings |= {**PAPER, "channel_ratio": 0.3}
+    if args.method is not None:
+        check_choice(args.method, [method for method in METHODS if method != "identity"], "--method")
+        settings["method"] = args.method
+    given = {"channel_ratio": args.channel_ratio, "start": args.start, "mapping": args.mapping}
+    given |= {"replay": args.replay}
+    return settings | {key: value for key, value in given.items() if value is not None} | _fields(args.config)
+
+
 def _translator(args: argparse.Namespace, pair: dict[str, Any], states: Any, init: Any, settings: dict[str, Any]):
     """The translator that is trained."""
     from hf_mot.training.start import continue_from, describe_pair, new_translator
 
     if init is not None:
+        window = {"preset": args.preset, "channel-ratio": args.channel_ratio, "start": args.start}
+        window |= {"mapping": args.mapping, "layers": args.layers}
+        given = [f"--{name}" for name, value in window.items() if value is not None]
+        if given:
+            raise ValueError(
+                f"`{given[0]}` is for a new translator, but `--init` has its layers. Leave one of them out."
+            )
         return continue_from(init, seed=args.seed, **settings)
     layers = {} if args.layers is None else {"num_source_layers": args.layers}
     if states is None:
@@ -132,7 +165,8 @@ def _translator(args: argparse.Namespace, pair: dict[str, Any], states: Any, ini
     return new_translator(states.index, seed=args.seed, **layers, **settings)
 
 
-def _training_arguments(args: argparse.Namespace) -> Any:
+def training_arguments(args: argparse.Namespace) -> Any:
+    """The recipe that the command line gives."""
     import torch
 
     from hf_mot.training import MoTTrainingArguments
@@ -206,15 +240,18 @@ def format_training(training: dict[str, Any], out: str) -> str:
     )
 
 
-def _setting(given: str) -> tuple[str, Any]:
-    """A field of the config: JSON, else text."""
-    name, equals, value = given.partition("=")
-    if not (name and equals):
-        raise ValueError(f"`--config` must be NAME=VALUE, got {given!r}.")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+def _fields(given: list[str]) -> dict[str, Any]:
+    """Fields of the config, each JSON, else text."""
+    fields: dict[str, Any] = {}
+    for part in given:
+        name, equals, value = part.partition("=")
+        if not (name and equals):
+            raise ValueError(f"`--config` must be NAME=VALUE, got {part!r}.")
+        try:
+            fields[name] = json.loads(value)
+        except ValueError:
+            fields[name] = value
+    return fields
 
 
 def _check_out(args: argparse.Namespace) -> None:

@@ -39,6 +39,11 @@ class StatesDataset(Dataset):
         self.source_layers = captured
         if config is not None:
             refuse_other_pair(self.folder, self.index, config.source, config.target)
+            if not config.position_free:
+                raise ValueError(
+                    f"{self.folder} holds keys without positions, but the translator reads them with (`position_free` "
+                    "is False). Train it from text."
+                )
             self.source_layers = list(config.source_layers)
             if not set(self.source_layers) <= set(captured):
                 raise ValueError(

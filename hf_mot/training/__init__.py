@@ -1,6 +1,7 @@
 """Training translators with `transformers.Trainer`."""
 
 from .arguments import MoTTrainingArguments
+from .channel_search import search_channels
 from .collator import PairCollator
 from .datasets import TextDataset, TextFiles
 from .examples import TrainingExample, iterate_examples
@@ -17,5 +18,6 @@ __all__ = [
     "TextFiles",
     "TrainingExample",
     "iterate_examples",
+    "search_channels",
     "weighted_sum",
 ]

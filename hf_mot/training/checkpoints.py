@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_mot.modeling_mot import FIT_REPORT, MoTModel
+from hf_mot.modeling_mot import MoTModel
+from hf_mot.pretrained_mot import FIT_REPORT
 
 
 def last_checkpoint(folder: str | Path) -> str | None:

@@ -115,7 +115,7 @@ class Comparison:
             logits=logits,
             labels=None if prompt is None else prompt.labels,
             hidden_states=tuple(hidden[layer_idx] for layer_idx in layers) if hidden else None,
-            translated_layers=len(self.plan.layers(mot.target_geometry)),
+            translated_layers=len(mot.injected_layers(self.plan)),
             cc_start=self.cc_start,
             layer_weights=None if self.layer_weights is None else [self.layer_weights[idx] for idx in layers],
         )
@@ -161,7 +161,7 @@ class Comparison:
 
     def layers(self, mot: MoTModel) -> Sequence[int]:
         """The target layers that are compared: the window, and what the target computes above it."""
-        first = self.plan.layers(mot.target_geometry).start
+        first = mot.injected_layers(self.plan).start
         return range(first, len(mot.target_geometry.layers))
 
     @property
@@ -175,7 +175,7 @@ class Comparison:
         return inputs.target_mask.bool() & (positions >= len(mot.config.target["prefix_ids"]))
 
     def _strips(self, mot: MoTModel):
-        return None if self.positions_on else mot.target_geometry
+        return mot.target_geometry if mot.config.position_free and not self.positions_on else None
 
 
 def token_counts(batch: dict[str, Any], prefix: int) -> dict[str, int]:

@@ -21,53 +21,52 @@ def describe_pair(
 
 
 def new_translator(
-    contracts: dict[str, dict[str, Any]], *, num_source_layers: int = 10, seed: int = 0, **settings: Any
+    contracts: dict[str, dict[str, Any]], *, num_source_layers: int | None = None, seed: int = 0, **settings: Any
 ) -> MoTModel:
     """
     A translator with random weights.
 
     Args:
         contracts (`dict`): Of `source` and `target`: from [`describe_pair`], or the index of captured states.
-        num_source_layers (`int`, *optional*, defaults to 10): Source layers to read, evenly spaced, where `settings`
-            names none.
+        num_source_layers (`int`, *optional*): Reads so many source layers, evenly spaced, instead of one a channel.
         seed (`int`, *optional*, defaults to 0): Of the weights.
-        settings: Other fields of [`MoTConfig`].
+        settings: Of [`MoTModel.from_contracts`]: the channel window, and fields of [`MoTConfig`].
     """
-    if "source_layers" not in settings:
+    if num_source_layers is not None and "source_layers" not in settings:
         depth = len(contracts["source"]["geometry"]["layers"])
         count = min(num_source_layers, depth)
         settings["source_layers"] = [round(index * (depth - 1) / max(1, count - 1)) for index in range(count)]
     torch.manual_seed(seed)
-    return MoTModel(MoTConfig(source=contracts["source"], target=contracts["target"], **settings))
+    return MoTModel.from_contracts(contracts["source"], contracts["target"], **settings)
 
 
 def continue_from(init: MoTModel, *, seed: int = 0, **settings: Any) -> MoTModel:
     """
-    A translator that starts where a closed-form fit ends: its weights become the linear path.
+    A translator that starts where another ends: a closed form's weights become the linear path of one that has any;
+    else the two must have the same weights.
 
     Args:
-        init ([`MoTModel`]): The fitted translator.
+        init ([`MoTModel`]): The fitted or trained translator.
         seed (`int`, *optional*, defaults to 0): Of the weights that are new.
         settings: Fields of [`MoTConfig`] that differ from `init`'s. Without any, `init` itself is trained on.
 
     Raises:
-        `ValueError`: the new translator has no linear path, or one of another size.
+        `ValueError`: the new translator has no linear path, or other weights.
     """
     fields = {name: getattr(init.config, name) for name in type(init.config).__annotations__ if name != "model_type"}
     if not {name: value for name, value in settings.items() if fields.get(name) != value}:
         return init
     torch.manual_seed(seed)
     model = MoTModel(MoTConfig(**{**fields, **settings}))
-    own = model.state_dict()
-    for name, weight in init.state_dict().items():
-        places = [name.replace("translator.", "translator.linear.", 1), name]
-        place = next((place for place in places if place in own and own[place].shape == weight.shape), None)
-        if place is None:
+    if init.config.method == "reduced_rank":
+        model.load_linear_path(init)
+    else:
+        shapes = [{name: weight.shape for name, weight in each.state_dict().items()} for each in (init, model)]
+        if shapes[0] != shapes[1]:
             raise ValueError(
-                f"`init` has the weights {name} of shape {tuple(weight.shape)}, for which the translator that is to "
-                f"be trained ({model.config.method}) has no linear path. Give it one of the same rank, source layers "
-                "and embedding window."
+                f"`init` is a trained translator ({init.config.method}) whose weights do not fit the new settings "
+                f"{settings}. Leave out what changes their number or size, or train a new one."
             )
-        own[place].copy_(weight)
+        model.load_state_dict(init.state_dict())
     model.fit_report = init.fit_report
     return model

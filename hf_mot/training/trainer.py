@@ -15,7 +15,6 @@ from transformers.trainer_utils import unwrap_peft_model
 from hf_mot.contract_mot import check_model, check_tokenizer
 from hf_mot.data.states import StatesDataset
 from hf_mot.modeling_mot import MoTModel
-from hf_mot.replay_mot import ReplayPlan
 
 from .arguments import MoTTrainingArguments
 from .checkpoints import check_checkpoint, last_checkpoint
@@ -27,6 +26,7 @@ from .losses import native_variances, weighted_sum
 from .meter import Meter
 from .optimizer import set_linear_learning_rate
 from .report import last_logged, training_report
+from .routing import RouterUsage
 
 TOKENS = ("context", "prompt", "all")
 # What variances are taken from, whatever the run's own batches: resumed and split runs see the same.
@@ -101,7 +101,7 @@ class MoTTrainer(Trainer):
             target,
             source_tokenizer,
             target_tokenizer,
-            plan=ReplayPlan.parse("none" if args.replay is None else args.replay),
+            plan=mot.plan(args.replay),
             losses=[name for name, weight in args.losses.items() if weight],
             captured_layers=None if captured is None else captured.target_layers,
             cc_start=0 if args.correct_window_start else 1,
@@ -127,6 +127,7 @@ class MoTTrainer(Trainer):
         self.facts: dict[str, Any] = {}  # what else the report says, e.g. the name of the text
         self._variances: dict[str, list[float]] | None = None
         self._meters = {True: Meter(), False: Meter()}  # in training, in evaluation
+        self._usage = RouterUsage(self.model)
         self._clock = time.perf_counter()
 
     @property
@@ -140,7 +141,7 @@ class MoTTrainer(Trainer):
         whole accumulated batch has, so that the sum over its parts is that of one large batch.
         """
         read = self.comparison.inputs(self.translator, inputs, self.target_embeddings)
-        output = model(read.source_states, read.embeddings)
+        output = model(read.source_states, read.embeddings, read.target_mask)
         compared = self.comparison.loss_inputs(self.translator, output, read, inputs)
         compared = replace(compared, variances=self._native_variances())
         counts = token_counts(inputs, self.prefix)
@@ -150,8 +151,6 @@ class MoTTrainer(Trainer):
         self._check_finite(loss, parts, inputs)
         figures = {f"{name}_loss": part for name, part in parts.items()}
         weights = {f"{name}_loss": float(counts[kind(name)]) for name in parts}
-        for name, figure in (output.get("metrics") or {}).items():  # what the translator says of itself
-            figures[name], weights[name] = figure, float(counts["context"])
         self._meters[model.training].add(figures, weights)
         if num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
@@ -193,7 +192,7 @@ class MoTTrainer(Trainer):
     def log(self, logs, start_time=None):
         """Adds each loss, and the seconds that the run has taken so far, killed ones included."""
         if "loss" in logs:
-            logs |= self._meters[True].drain(self.accelerator)
+            logs |= self._meters[True].drain(self.accelerator) | self._usage.drain()
             now = time.perf_counter()
             logs["seconds"] = last_logged(self.state.log_history, "seconds", 0.0) + now - self._clock
             self._clock = now

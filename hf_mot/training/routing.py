@@ -1,0 +1,51 @@
+"""How a mixture uses its translators (paper Table 2), read off its routers while they run."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class RouterUsage:
+    """
+    Counts how often each expert of each router is chosen, in training mode.
+
+    Args:
+        model (`nn.Module`): Whose submodules named `router` are watched.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.counts: dict[str, torch.Tensor] = {}
+        # By name: a translator that was loaded as remote code has classes of its own.
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] == "router" and getattr(module, "routing", "uniform") != "uniform":
+                module.register_forward_hook(lambda router, args, output, name=name: self._count(name, router, output))
+
+    def _count(self, name: str, router: nn.Module, output: tuple[torch.Tensor, Any]) -> None:
+        if router.training:
+            chosen = (output[0].detach() > 0).flatten(0, -2).sum(dim=0).double().cpu()
+            self.counts[name] = self.counts.get(name, 0) + chosen
+
+    def drain(self) -> dict[str, float]:
+        """
+        Means over the routers since the last call, empty without any.
+
+        Returns:
+            `dict`: `router_cv2`, Var(I) / Mean(I)² of the selection counts I; `router_entropy`, that of the shares
+            I / ΣI in nats (ln N_Tr: all are used alike).
+        """
+        found = [(_imbalance(counts), _entropy(counts)) for counts in self.counts.values()]
+        self.counts.clear()
+        if not found:
+            return {}
+        imbalances, entropies = zip(*found, strict=True)
+        return {"router_cv2": sum(imbalances) / len(found), "router_entropy": sum(entropies) / len(found)}
+
+
+def _imbalance(counts: torch.Tensor) -> float:
+    return (counts.var(correction=0) / counts.mean().square()).item()
+
+
+def _entropy(counts: torch.Tensor) -> float:
+    shares = counts / counts.sum()
+    return torch.special.entr(shares).sum().item()
