@@ -1,0 +1,18 @@
+#!/bin/sh
+# Qwen/Qwen2.5-7B -> Qwen/Qwen2.5-0.5B: a Mixture-of-Translators in the paper's form, by its recipe (E.1).
+#
+# Translates layers 8-14 of the target's 24. Translator: 380,665,348 parameters
+# (hidden_size 1024, 16 heads). Training takes about 22.3 GiB: a GPU of 40 GB.
+#
+# Layers: the middle, since the paper does not say which ones it chose. Search them, then give the best one as START:
+#
+#     hf-mot search-channels --source Qwen/Qwen2.5-7B --target Qwen/Qwen2.5-0.5B --preset paper \
+#         --config hidden_size=1024 num_attention_heads=16 --dtype bfloat16 --max-steps 100 \
+#         --text openwebtext.txt.gz --eval-text openwebtext-valid.txt.gz --out search-qwen2.5-7b-to-0.5b
+#
+# TEXT (files to train on), OUT (a folder) and START may be set; further options go to hf-mot train.
+set -eu
+exec hf-mot train --source Qwen/Qwen2.5-7B --target Qwen/Qwen2.5-0.5B \
+    --text ${TEXT:-openwebtext.txt.gz} --out "${OUT:-mot-qwen2.5-7b-to-0.5b}" \
+    --preset paper --start "${START:-8}" --config hidden_size=1024 num_attention_heads=16 \
+    --dtype bfloat16 "$@"
