@@ -14,7 +14,7 @@ from hf_mot import MoTModel
 from hf_mot.cli.main import main
 from hf_mot.fit import fit, save_fit
 from hf_mot.training import MoTTrainer
-from hf_mot.training.start import continue_from, describe_pair, new_translator
+from hf_mot.training.start import continue_from, pair_contracts, new_translator
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -139,7 +139,7 @@ def test_train_overwrites_checkpoints_alone(command, tmp_path, capsys):
 
 
 def test_new_translator_reads_evenly_spaced_layers():
-    pair = describe_pair(**make_pair())
+    pair = pair_contracts(**make_pair())
     found = [new_translator(pair, num_source_layers=count).config.source_layers for count in (1, 2, 10)]
     assert found == [[0], [0, 2], [0, 1, 2]]
     model = new_translator(pair)

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from hf_mot.hub.resolve import load_model, load_tokenizer
     from hf_mot.training import MoTTrainer, TextDataset, TextFiles
     from hf_mot.training.channel_search import search_channels
-    from hf_mot.training.start import describe_pair
+    from hf_mot.training.start import pair_contracts
 
     require_matplotlib()
     training = training_arguments(args)
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
     Path(args.out).mkdir(parents=True, exist_ok=True)
     report = search_channels(
-        describe_pair(**pair),
+        pair_contracts(**pair),
         train,
         starts=starts,
         settings={name: getattr(training, name) for name in ("losses", "length", "context_length", "max_steps")},
