@@ -8,6 +8,7 @@ from typing import Any
 from hf_mot.cli import check_output_file, command_line, load_pair, load_tasks, named_model, split_names
 from hf_mot.cli.rivals import (
     RIDGE_FILE,
+    can_refit,
     check_corpus,
     has_twin,
     load_twin,
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     arms = check_settings(translator, tasks=tasks, **settings)
     if args.fit_text:
         check_corpus(translator, args.fit_text)
-    no_source = load_twin(args.translator) if "no_source" in arms and not must_refit(args) else None
+    no_source = load_twin(args.translator) if "no_source" in arms and not must_refit(args, translator) else None
     if args.show_prompts:
         print(_format_prompts(args, translator, tasks))
         return 0
@@ -158,7 +159,8 @@ def _all_arms(args: argparse.Namespace, translator: Any) -> list[str]:
         absent |= {arm for arm in ARMS if ARMS[arm].needs in ("source", "raw_copy", "ridge")}
     if not args.fit_text:
         absent |= {"ridge"} if not os.path.isfile(os.path.join(args.translator, RIDGE_FILE)) else set()
-        absent |= {"no_source"} if not has_twin(args.translator) else set()
+    if not has_twin(args.translator) and not (args.fit_text and can_refit(translator)):
+        absent.add("no_source")
     return [arm for arm in ARMS if arm not in absent and arm != "native_wrong_document"]
 
 

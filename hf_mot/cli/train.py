@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         corpus = [describe_file(path) for path in args.text]
     else:
         examples = StatesDataset(args.states, model.config)
-        corpus = [{"name": f"{len(examples)} captured examples", "sha256": states.index["digest"]}]
+        corpus = [{"name": f"{len(examples)} captured examples", "digest": states.index["digest"]}]
     eval_examples = None
     if held_out is not None:
         limits = {"passes": 1, "limit": training.eval_limit}
@@ -146,7 +146,7 @@ def translator_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _translator(args: argparse.Namespace, pair: dict[str, Any], states: Any, init: Any, settings: dict[str, Any]):
     """The translator that is trained."""
-    from hf_mot.training.start import continue_from, pair_contracts, new_translator
+    from hf_mot.training.start import continue_from, new_translator, pair_contracts
 
     if init is not None:
         window = {"preset": args.preset, "channel-ratio": args.channel_ratio, "start": args.start}
