@@ -13,7 +13,7 @@ from hf_mot import MoTModel
 from hf_mot.hub.resolve import load_model, load_tokenizer
 from hf_mot.training import MoTTrainer, MoTTrainingArguments, TextDataset, TextFiles
 from hf_mot.training.checkpoints import last_checkpoint
-from hf_mot.training.start import describe_pair, new_translator
+from hf_mot.training.start import new_translator, pair_contracts
 
 
 @dataclass
@@ -39,7 +39,7 @@ def main():
         "target_tokenizer": load_tokenizer(pair_args.target),
     }
     if pair_args.init is None:
-        model = new_translator(describe_pair(**pair), trunk=True, rank=pair_args.rank, seed=args.seed)
+        model = new_translator(pair_contracts(**pair), trunk=True, rank=pair_args.rank, seed=args.seed)
     else:
         model = MoTModel.from_pretrained(pair_args.init)
 

@@ -20,7 +20,7 @@ from transformers import HfArgumentParser, TrainerCallback
 
 from hf_mot.hub.resolve import load_model, load_tokenizer
 from hf_mot.training import MoTTrainer, MoTTrainingArguments, TextDataset, TextFiles
-from hf_mot.training.start import describe_pair, new_translator
+from hf_mot.training.start import new_translator, pair_contracts
 from hf_mot.versions import versions
 
 
@@ -83,7 +83,7 @@ def main():
 def measure(options: argparse.Namespace, args: MoTTrainingArguments) -> dict:
     pair = {side: load_model(getattr(options, side)) for side in ("source", "target")}
     pair |= {f"{side}_tokenizer": load_tokenizer(getattr(options, side)) for side in ("source", "target")}
-    model = new_translator(describe_pair(**pair), trunk=True, rank=options.rank)
+    model = new_translator(pair_contracts(**pair), trunk=True, rank=options.rank)
     text = TextDataset.from_args(TextFiles(options.text, options.lines), pair["target_tokenizer"], args)
     timer = Timer()
     trainer = MoTTrainer(model, args, train_dataset=text, callbacks=[timer], **pair)

@@ -12,7 +12,7 @@ from conftest import make_documents, make_pair, save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from hf_mot import MoTModel
+from hf_mot import MoTConfig, MoTModel
 from hf_mot.cli import inspect
 from hf_mot.cli.main import COMMANDS, main
 from hf_mot.fit import FitResult
@@ -112,7 +112,7 @@ def test_every_command_says_what_it_does(name, capsys):
     ("argv", "message"),
     [
         (["fti"], "hf-mot: error: 'fti' is no command: did you mean fit?"),
-        (["frobnicate"], "is no command: choose from demo, fit, evaluate, analyze, generate, inspect"),
+        (["frobnicate"], f"is no command: choose from {', '.join(COMMANDS)}"),
         ([], "the following arguments are required: COMMAND"),
         (["fit"], "hf-mot fit: error: the following arguments are required: --source, --target, --text, --out"),
         ([*"fit --source a --target b --text c --out d --rank many".split()], "must be a number or full, got 'many'"),
@@ -361,7 +361,7 @@ def test_generate_refuses_bad_arguments(translator, folder, change, message, cap
 def test_generate_asks_for_models_whose_place_is_not_recorded(translator, folder, capsys):
     context = ["--context", str(folder / "valid.txt"), "--prompt", "x"]
     error = fails(capsys, ["generate", str(translator), *context])
-    assert "`--target` is needed: the translator was made with a local target model" in error
+    assert "`--source` is needed: the translator was made with a local source model" in error
 
 
 def test_inspect_shows_what_a_translator_is_without_the_models(translator, folder, monkeypatch, capsys):
@@ -398,6 +398,16 @@ def test_inspect_writes_json(translator, tmp_path):
     assert description["target"]["layers"][0]["kv_heads"] == 1
     assert 0 < description["flops_share"]["value"]
     assert description["fit_report"] == model.fit_report
+
+
+def test_inspect_names_the_window_and_the_plan_of_a_trained_translator(translator):
+    config = MoTModel.from_pretrained(translator).config.to_dict()
+    form = {"method": "mot", "target_layers": [1, 2], "replay": "full", "hidden_size": 8}
+    mot = MoTModel(MoTConfig(**config | form))
+    mot.fit_report = {"training": {"steps": 7, "tokens": 123, "replay": "full:1-2", "corpus": [{"name": "a.txt"}]}}
+    shown = inspect.format_description(inspect.describe(mot))
+    assert "2 of 3 target layers (1-2)" in shown and "by the plan full:1-2" in shown and "rank" not in shown
+    assert "trained on        a.txt" in shown and "7 steps, 123 tokens, plan full:1-2" in shown
 
 
 @pytest.mark.parametrize(("name", "message"), [("nowhere/at/all", "Check the path"), ("{source}", "type llama")])

@@ -17,7 +17,7 @@ from lm_eval.api.registry import get_model, model_registry
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from hf_mot import MoTModel
+from hf_mot import MoTConfig, MoTModel
 from hf_mot.compat_mot import cache_argument
 from hf_mot.evaluation.lm_eval_harness import HARNESS_ARMS, TranslatedLM
 
@@ -174,6 +174,11 @@ def test_perplexity_is_refused_with_the_way_out(translator, pair):
 def test_bad_arguments_are_refused(translator, pair, options, error):
     with pytest.raises(ValueError, match=error):
         wrapped(translator, pair, **options)
+
+
+def test_plan_is_by_default_the_translators_own(translator, pair):
+    window = MoTConfig(**translator.config.to_dict() | {"target_layers": [1], "replay": "full"})
+    assert wrapped(MoTModel(window).eval(), pair).models.replay == "full:1-1"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")

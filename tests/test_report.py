@@ -8,6 +8,7 @@ import pytest
 from conftest import make_documents
 from evaluation_pair import make_examples, make_pair, write_examples
 
+from hf_mot import MoTConfig, MoTModel
 from hf_mot.cli.evaluate import add_arguments, run
 from hf_mot.cli.rivals import check_corpus
 from hf_mot.evaluation import arms
@@ -275,3 +276,22 @@ def test_text_that_is_not_the_fits_own_is_refused(folder, tmp_path):
 
     with pytest.raises(ValueError, match="missing: train.txt; not of it: fit.txt"):
         check_corpus(Translator, [str(folder / "fit.txt")])
+
+
+def test_text_of_a_training_is_the_translators_too(folder):
+    class Translator:
+        fit_report = {"training": {"corpus": [{"name": "more.txt", "sha256": "1" * 64}]}}
+
+    with pytest.raises(ValueError, match="missing: more.txt; not of it: fit.txt"):
+        check_corpus(Translator, [str(folder / "fit.txt")])
+    Translator.fit_report["training"]["corpus"] = [{"name": "8 captured examples", "digest": "1" * 64}]
+    check_corpus(Translator, [str(folder / "fit.txt")])  # which text these are of is not recorded
+
+
+def test_twin_of_a_trained_translator_is_not_fitted(folder, tmp_path):
+    shutil.copytree(folder / "mot", tmp_path / "mot", ignore=shutil.ignore_patterns("no_source"))
+    config = MoTModel.from_pretrained(tmp_path / "mot").config.to_dict()
+    MoTModel(MoTConfig(**config | {"method": "mlp", "hidden_size": 8})).save_pretrained(tmp_path / "mot")
+    arguments = ["--text", folder / "text.txt", *models(folder), "--fit-text", folder / "fit.txt", "--no-cost"]
+    with pytest.raises(ValueError, match="a twin of a trained translator is trained, not fitted. Train one"):
+        run_command(tmp_path / "mot", *arguments, "--arms", "native,no_source")

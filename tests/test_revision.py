@@ -88,5 +88,9 @@ open("context.txt", "w").write("river stone lantern")
     here.hub.write(READER, "README.md", "a card once more")
     command = ["generate", "mot", "--context", "context.txt", "--prompt", "a", "--max-new-tokens", "2"]
     assert here.worker.ok(f"value = main({command!r})") == 0
+    text = "river stone lantern winter garden silver " * 30
+    here.worker.ok(f"open('valid.txt', 'w').write({text!r})")
+    analyze = ["analyze", "mot", "--sensitivity", "--text", "valid.txt", "--context", "16"]
+    assert here.worker.ok(f"value = main({analyze!r})") == 0
     done = here.worker.run(f"value = main({[*command, '--source', READER]!r})")  # what is named is taken as it is
     assert done.value == 1 and "`source` does not match the translator's contract: `revision` is" in done.err

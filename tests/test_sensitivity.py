@@ -9,7 +9,7 @@ from evaluation_pair import CONTEXT, make_examples
 from evaluation_pair import make_pair as make_evaluated_pair
 from torch import nn
 
-from hf_mot import MoTModel
+from hf_mot import MoTConfig, MoTModel
 from hf_mot.analysis import measure_sensitivity
 from hf_mot.analysis.pieces import Unexplained, mix
 from hf_mot.evaluation import evaluate
@@ -180,3 +180,12 @@ def test_a_loss_that_is_not_finite_names_its_piece():
     own = make_identity(layer_idx=1, noise=float("nan"))
     with pytest.raises(ValueError, match="The NLL after the translated cache is"):
         measure_sensitivity(documents=make_documents(2), **own)
+
+
+def test_a_channel_window_is_analysed_by_its_own_plan():
+    own = make_identity()
+    config = own["translator"].config.to_dict() | {"method": "reduced_rank", "rank": 4}
+    window = MoTModel(MoTConfig(**config | {"target_layers": [1], "replay": "full"})).eval()
+    report = measure_sensitivity(documents=make_documents(3), **{**own, "translator": window})
+    assert report["replay"] == "full:1-1"
+    assert costs(report, "context_nll").keys() == {(1, "keys"), (1, "values")}

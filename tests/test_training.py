@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from training_pair import make_args, make_trainer
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from hf_mot import MoTModel
+from hf_mot import MoTConfig, MoTModel
 from hf_mot.data.capture import capture_states
 from hf_mot.data.states import StatesDataset
 from hf_mot.evaluation import evaluate
@@ -149,6 +149,17 @@ def test_states_are_regressed_on_without_any_language_model(pair, uneven, tmp_pa
         make_trainer(pair, make_args(tmp_path, losses="cc=1,pl=1"), model, **data)
     with pytest.raises(ValueError, match="`target` is required: text cannot"):
         make_trainer(pair, args, model, **{**data, "train_dataset": uneven})
+
+
+def test_captured_states_without_a_compared_layer_are_refused(pair, uneven, tmp_path):
+    model, states = make_translator(pair), {"folder": tmp_path / "states", "top_logits": 0, "progress": False}
+    capture_states(uneven, model, **pair, **states, target_layers=[1, 2])
+    captured = StatesDataset(tmp_path / "states", model.config)
+    data = {"train_dataset": captured, "eval_dataset": captured}
+    with pytest.raises(ValueError, match=r"hold the target's layers \[1, 2\], but.* the losses compare \[0\] too"):
+        make_trainer(pair, make_args(tmp_path, losses="cc"), model, **data).evaluate()
+    args = make_args(tmp_path, losses="cc", replay="full:1-2")
+    assert make_trainer(pair, args, model, **data).evaluate()["eval_cc_loss"] > 0
 
 
 def test_accumulated_batches_equal_one_large_batch(pair, uneven, tmp_path):
@@ -308,6 +319,18 @@ def test_linear_path_learns_at_its_own_rate(pair, tmp_path):
     lora = peft.get_peft_model(make_translator(pair), peft.LoraConfig(target_modules="all-linear", r=2))
     with pytest.raises(ValueError, match="`linear_learning_rate` is given, but the translator has no linear path"):
         make_trainer(pair, args, lora).train()
+
+
+@pytest.mark.parametrize("fields", [{"method": "mlp", "linear_path": True}, {"method": "mot", "trunk": True}], ids=str)
+def test_linear_path_is_that_and_nothing_beside_it(pair, tmp_path, fields):
+    config = make_translator(pair).config.to_dict() | {"hidden_size": 8, "num_attention_heads": 2, **fields}
+    model = MoTModel(MoTConfig(**config))
+    own = model.translator if model.config.trunk else model.translator.linear
+    args = make_args(tmp_path, max_steps=1, learning_rate=1e-2, linear_learning_rate=0.0, warmup_steps=0)
+    trainer = make_trainer(pair, args, model)
+    optimizer = trainer.create_optimizer()
+    slow = {id(weight) for group in optimizer.param_groups if group["lr"] == 0 for weight in group["params"]}
+    assert slow == {id(weight) for weight in (own.source_in.weight, own.embedding_in.weight, own.up.weight, own.bias)}
 
 
 def test_bf16_keeps_the_weights_in_fp32(pair, uneven, tmp_path):

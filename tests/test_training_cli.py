@@ -14,7 +14,7 @@ from hf_mot import MoTModel
 from hf_mot.cli.main import main
 from hf_mot.fit import fit, save_fit
 from hf_mot.training import MoTTrainer
-from hf_mot.training.start import continue_from, describe_pair, new_translator
+from hf_mot.training.start import continue_from, new_translator, pair_contracts
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -139,7 +139,7 @@ def test_train_overwrites_checkpoints_alone(command, tmp_path, capsys):
 
 
 def test_new_translator_reads_evenly_spaced_layers():
-    pair = describe_pair(**make_pair())
+    pair = pair_contracts(**make_pair())
     found = [new_translator(pair, num_source_layers=count).config.source_layers for count in (1, 2, 10)]
     assert found == [[0], [0, 2], [0, 1, 2]]
     model = new_translator(pair)
@@ -204,12 +204,17 @@ def test_search_tries_every_window_and_goes_on_where_it_was_killed(search, tmp_p
     assert "with max_steps 1, but this run has 2" in fails(
         capsys, [*search, "--max-steps", "2", "--out", str(tmp_path)]
     )
+    other = ["--learning-rate", "0.5", "--out", str(tmp_path)]
+    assert "with learning_rate 0.0001, but this run has 0.5" in fails(capsys, [*search, *other])
+    other = ["--text", str(tmp_path / "report.json"), "--out", str(tmp_path)]
+    assert "with corpus [{'name': 'train.txt'" in fails(capsys, [*search, *other])
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (["--starts", "0,3"], "`starts` must lie in 0..2 for a channel ratio of 0.3, got 3"),
+        (["--start", "1"], "`--start` has no effect on a search (see --starts). Leave it out"),
         (["--starts", "a"], "`--starts` must be layer numbers with commas between, got 'a'"),
         (["--channel-ratio", "2"], "`channel_ratio` must be above 0 and at most 1, got 2.0"),
         (["--preset", "papers"], "`--preset` is 'papers'. Did you mean paper?"),

@@ -17,7 +17,7 @@ from hf_mot.modeling_mot import MoTModel
 Piece = tuple[int, str]  # a target layer, and which of its states
 
 
-def translated_pieces(translator: MoTModel, replay: str = "none") -> list[Piece]:
+def translated_pieces(translator: MoTModel, replay: str) -> list[Piece]:
     """The pieces that a translation replaces by this plan, bottom layer first."""
     return [(layer_idx, states) for layer_idx in translator.injected_layers(replay) for states in STATES]
 

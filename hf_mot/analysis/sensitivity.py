@@ -55,7 +55,7 @@ def measure_sensitivity(
     limit: int | None = None,
     batch_size: int = 4,
     seed: int = 0,
-    replay: str = "none",
+    replay: str | None = None,
     prompt_style: str = "auto",
     reverse: bool = False,
     progress: bool = True,
@@ -81,8 +81,8 @@ def measure_sensitivity(
         limit (`int`, *optional*): Number of windows, and of questions a task; all that fit by default.
         batch_size (`int`, *optional*, defaults to 4): Contexts per forward; changes nothing but speed and memory.
         seed (`int`, *optional*, defaults to 0): Seed of the order of documents and questions and of the bootstrap.
-        replay (`str`, *optional*, defaults to `"none"`): What the target recomputes. With `"full:6-11"` the pieces are
-            those of layers 6 to 11, and all others are native.
+        replay (`str`, *optional*): What the target recomputes; by default what the translator was made for. With
+            `"full:6-11"` the pieces are those of layers 6 to 11, and all others are native.
         prompt_style (`str`, *optional*, defaults to `"auto"`): `"chat"`, `"plain"`, or chat where the tokenizer has a
             chat template.
         reverse (`bool`, *optional*, defaults to `False`): Whether to measure the reverse too, at twice the time: what
@@ -113,6 +113,7 @@ def measure_sensitivity(
         batch_size=batch_size,
         replay=replay,
     )
+    replay = str(translator.plan(replay))
     check_models(REFERENCES, translator, None, source, target, {})
     prefix_ids = list(translator.config.target["prefix_ids"])
     models = Models(
@@ -162,7 +163,7 @@ def measure_sensitivity(
         "pair": describe_pair(translator),
         "translator": describe_translator(translator),
         "target_fingerprint": translator.config.target["fingerprint"],
-        "replay": str(replay),
+        "replay": replay,
         "dtype": str(target.dtype).removeprefix("torch."),
         "context_length": context_length,
         "seed": seed,

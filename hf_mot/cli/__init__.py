@@ -4,6 +4,7 @@ What a command's file imports at its top must be light, so that `--help` answers
 rest of the package are imported inside `run`.
 """
 
+import argparse
 import difflib
 import json
 import os
@@ -13,21 +14,33 @@ from pathlib import Path
 from typing import Any
 
 
-def model_name(given: str | None, contract: dict[str, Any] | None, side: str) -> str:
-    """The model that `--source` or `--target` names, by default the one the translator was made for."""
+def named_model(args: argparse.Namespace, translator: Any, side: str) -> tuple[str, dict[str, str]]:
+    """The model that `--source` or `--target` names, by default the one the translator was made for; and the commit of
+    that one, as an argument to load it with."""
+    given, contract = getattr(args, side), getattr(translator.config, side)
     if given is not None:
-        return given
-    if contract is None or contract["id"] is None:
+        return given, {}
+    if contract["id"] is None:
         raise ValueError(
             f"`--{side}` is needed: the translator was made with a local {side} model, whose path is not recorded. "
             f"Give --{side} a folder, a GGUF file, a Hub id or a demo name."
         )
-    return contract["id"]
+    return contract["id"], {"revision": contract["revision"]} if contract["revision"] else {}
 
 
-def model_revision(given: str | None, contract: dict[str, Any] | None) -> dict[str, str]:
-    """The commit of the translator's own model, as an argument to load it with; none of a model that is named."""
-    return {"revision": contract["revision"]} if given is None and contract and contract["revision"] else {}
+def load_pair(args: argparse.Namespace, translator: Any) -> dict[str, Any]:
+    """The models and tokenizers of a command on a translator: those that `--source` and `--target` name, else its own,
+    at their commits. A translator that reads no source gets none."""
+    from hf_mot.hub.resolve import load_model, load_tokenizer
+
+    sides = ("source", "target") if translator.config.source_layers else ("target",)
+    # Both names first: what is missing must not cost a load.
+    named = {side: named_model(args, translator, side) for side in sides}
+    pair: dict[str, Any] = {"source": None, "source_tokenizer": None}
+    for side, (name, revision) in named.items():
+        pair[side] = load_model(name, dtype=args.dtype, **revision)
+        pair[f"{side}_tokenizer"] = load_tokenizer(name, **revision)
+    return pair
 
 
 def check_output_file(path: str | None, argument: str) -> None:

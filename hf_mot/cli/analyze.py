@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from hf_mot.cli import check_output_file, command_line, load_tasks, model_name
+from hf_mot.cli import check_output_file, command_line, load_pair, load_tasks
 
 HELP = "find out where a translation loses what it loses"
 
@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", metavar="A,B,…", help="by the right answers to questions too, e.g. squad")
     parser.add_argument("--data", metavar="DIR", help="folder with the tasks' folders [the Hub, through datasets]")
     parser.add_argument("--reverse", action="store_true", help="also what one piece wins back, all others translated")
-    parser.add_argument("--replay", default="none", metavar="PLAN", help="what the target recomputes [none]")
+    parser.add_argument(
+        "--replay", metavar="PLAN", help="what the target recomputes [what the translator was made for]"
+    )
     parser.add_argument("--context", type=int, default=256, metavar="C", help="target tokens of context [256]")
     parser.add_argument("--limit", type=int, metavar="N", help="documents, and questions a task [all that fit]")
     parser.add_argument("--batch-size", type=int, default=4, metavar="B", help="contexts per forward [4]")
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from hf_mot.data.documents import read_documents
     from hf_mot.evaluation.report import require_matplotlib
     from hf_mot.evaluation.runner import check_settings, save_report
-    from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
+    from hf_mot.hub.resolve import load_translator
 
     if args.plot is not None:
         require_matplotlib()
@@ -64,16 +66,10 @@ def run(args: argparse.Namespace) -> int:
         "replay": args.replay,
     }
     check_settings(translator, tasks=tasks, **settings)
-    pair: dict[str, Any] = {"source": None, "source_tokenizer": None}
-    if translator.config.source_layers:
-        name = model_name(args.source, translator.config.source, "source")
-        pair = {"source": load_model(name, dtype=args.dtype), "source_tokenizer": load_tokenizer(name)}
-    name = model_name(args.target, translator.config.target, "target")
-    pair |= {"target": load_model(name, dtype=args.dtype), "target_tokenizer": load_tokenizer(name)}
     report = measure_sensitivity(
         translator,
         documents,
-        **pair,
+        **load_pair(args, translator),
         tasks=tasks,
         seed=args.seed,
         prompt_style=args.prompt_style,

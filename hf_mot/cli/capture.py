@@ -55,12 +55,12 @@ def run(args: argparse.Namespace) -> int:
     from collections import Counter
 
     from hf_mot import MoTConfig
-    from hf_mot.contract_mot import describe_model
     from hf_mot.data.capture import capture_states
     from hf_mot.data.documents import read_documents
     from hf_mot.evaluation import save_report
     from hf_mot.hub.resolve import load_model, load_tokenizer
     from hf_mot.training.examples import iterate_examples
+    from hf_mot.training.start import pair_contracts
     from hf_mot.versions import versions
 
     documents = read_documents(args.text, lines=args.lines)
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         "source_tokenizer": load_tokenizer(args.source),
         "target_tokenizer": load_tokenizer(args.target),
     }
-    contracts = {side: describe_model(pair[side], pair[f"{side}_tokenizer"]) for side in ("source", "target")}
+    contracts = pair_contracts(**pair)
     depth = len(contracts["source"]["geometry"]["layers"])
     source_layers = sorted(set(args.source_layers))
     if not set(source_layers) <= set(range(depth)):

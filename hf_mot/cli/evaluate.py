@@ -5,9 +5,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hf_mot.cli import check_output_file, command_line, load_tasks, model_name, model_revision, split_names
+from hf_mot.cli import check_output_file, command_line, load_pair, load_tasks, named_model, split_names
 from hf_mot.cli.rivals import (
     RIDGE_FILE,
+    can_refit,
     check_corpus,
     has_twin,
     load_twin,
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from hf_mot.evaluation.report import require_matplotlib, write_report
     from hf_mot.evaluation.runner import DEFAULT_ARMS, check_settings, evaluate, save_report
     from hf_mot.evaluation.store import ResultStore
-    from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
+    from hf_mot.hub.resolve import load_translator
 
     if args.report is not None:
         require_matplotlib()
@@ -101,26 +102,11 @@ def run(args: argparse.Namespace) -> int:
     arms = check_settings(translator, tasks=tasks, **settings)
     if args.fit_text:
         check_corpus(translator, args.fit_text)
-    no_source = load_twin(args.translator) if "no_source" in arms and not must_refit(args) else None
-    source_name = None
-    if translator.config.source_layers:
-        source_name = model_name(args.source, translator.config.source, "source")
-    target_name = model_name(args.target, translator.config.target, "target")
+    no_source = load_twin(args.translator) if "no_source" in arms and not must_refit(args, translator) else None
     if args.show_prompts:
-        print(_format_prompts(args, translator, tasks, source_name, target_name))
+        print(_format_prompts(args, translator, tasks))
         return 0
-
-    def load_side(side: str, name: str) -> dict[str, Any]:
-        revision = model_revision(getattr(args, side), getattr(translator.config, side))
-        return {
-            side: load_model(name, dtype=args.dtype, **revision),
-            f"{side}_tokenizer": load_tokenizer(name, **revision),
-        }
-
-    pair: dict[str, Any] = {"source": None, "source_tokenizer": None}
-    if source_name is not None:
-        pair = load_side("source", source_name)
-    pair |= load_side("target", target_name)
+    pair = load_pair(args, translator)
 
     def corpus():
         return read_documents(args.fit_text, lines=args.lines)
@@ -173,7 +159,8 @@ def _all_arms(args: argparse.Namespace, translator: Any) -> list[str]:
         absent |= {arm for arm in ARMS if ARMS[arm].needs in ("source", "raw_copy", "ridge")}
     if not args.fit_text:
         absent |= {"ridge"} if not os.path.isfile(os.path.join(args.translator, RIDGE_FILE)) else set()
-        absent |= {"no_source"} if not has_twin(args.translator) else set()
+    if not has_twin(args.translator) and not (args.fit_text and can_refit(translator)):
+        absent.add("no_source")
     return [arm for arm in ARMS if arm not in absent and arm != "native_wrong_document"]
 
 
@@ -184,17 +171,16 @@ def _results_file(args: argparse.Namespace) -> Path | None:
     return None if args.json is None else Path(args.json).with_suffix(".examples.jsonl")
 
 
-def _format_prompts(args, translator, tasks: dict[str, Any], source_name: str | None, target_name: str) -> str:
+def _format_prompts(args: argparse.Namespace, translator: Any, tasks: dict[str, Any]) -> str:
     """What each of the two models would be asked of the first example of each task."""
     from hf_mot.evaluation.prompts import Prompter
     from hf_mot.evaluation.tasks import TASKS
     from hf_mot.hub.resolve import load_tokenizer
 
     lines = []
-    for side, name in (("target", target_name), ("source", source_name)):
-        if name is None:
-            continue
-        tokenizer = load_tokenizer(name)
+    for side in ("target", "source") if translator.config.source_layers else ("target",):
+        name, revision = named_model(args, translator, side)
+        tokenizer = load_tokenizer(name, **revision)
         style = "plain" if side == "source" and tokenizer.chat_template is None else args.prompt_style
         prompter = Prompter.of(tokenizer, getattr(translator.config, side)["prefix_ids"], style)
         for task, examples in tasks.items():
@@ -202,7 +188,7 @@ def _format_prompts(args, translator, tasks: dict[str, Any], source_name: str | 
             lines += [
                 f"--- {side}, {task} ({examples[0].id}), {prompter.style}: {len(asked.context_ids)} tokens of context "
                 f"in the cache, then {len(asked.prompt_ids)} of prompt",
-                f"[context] {examples[0].context[:160]!r} …" if len(examples[0].context) > 160 else "[context] …",
+                f"[context] {examples[0].context[:160]!r}" + " …" * (len(examples[0].context) > 160),
                 f"[prompt] {prompter.prompt(TASKS[task], examples[0])}",
                 f"[answers] {list(examples[0].choices or examples[0].answers)}",
                 "",

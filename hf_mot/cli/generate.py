@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from hf_mot.cli import check_output_file, model_name, model_revision
+from hf_mot.cli import check_output_file, load_pair
 
 HELP = "answer a prompt about a context that only the source has read"
 
@@ -43,21 +43,13 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from hf_mot.evaluation import save_report
-    from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
+    from hf_mot.hub.resolve import load_translator
     from hf_mot.versions import versions
 
     translator = load_translator(args.translator)
     plan = translator.plan(args.replay)
-    source = source_tokenizer = None
-    target_name = model_name(args.target, translator.config.target, "target")
-    if translator.config.source_layers:
-        source_name = model_name(args.source, translator.config.source, "source")
-        revision = model_revision(args.source, translator.config.source)
-        source = load_model(source_name, dtype=args.dtype, **revision)
-        source_tokenizer = load_tokenizer(source_name, **revision)
-    revision = model_revision(args.target, translator.config.target)
-    target = load_model(target_name, dtype=args.dtype, **revision)
-    target_tokenizer = load_tokenizer(target_name, **revision)
+    pair = load_pair(args, translator)
+    target, target_tokenizer = pair["target"], pair["target_tokenizer"]
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.do_sample}
     if args.temperature is not None:
         options["temperature"] = args.temperature
@@ -67,15 +59,7 @@ def run(args: argparse.Namespace) -> int:
         output = target.generate(input_ids=input_ids.to(target.device), **inputs, **options)
         return target_tokenizer.decode(output[0, input_ids.shape[1] :], skip_special_tokens=True).strip()
 
-    translated = translator.handoff(
-        context,
-        source=source,
-        target=target,
-        source_tokenizer=source_tokenizer,
-        target_tokenizer=target_tokenizer,
-        replay=plan,
-        allow_variant=args.allow_variant,
-    )
+    translated = translator.handoff(context, **pair, replay=plan, allow_variant=args.allow_variant)
     prompt_ids = target_tokenizer(args.prompt, return_tensors="pt")["input_ids"]
     answers = {"translated": answer(prompt_ids, past_key_values=translated)}
     if args.compare:

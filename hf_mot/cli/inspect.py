@@ -31,12 +31,11 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(translator) -> dict[str, Any]:
     """What a loaded translator is, ready for JSON; what it does not record is absent."""
+    from hf_mot.evaluation.runner import describe_form
+
     config = translator.config
     description = {
-        "method": config.method,
-        "rank": "full" if config.rank is None else config.rank,
-        "embedding_window": config.embedding_window,
-        "source_layers": list(config.source_layers),
+        **describe_form(config),
         "parameters": translator.num_parameters(),
         "bytes": sum(weight.nbytes for weight in translator.parameters()),
         "dtype": str(translator.dtype).removeprefix("torch."),
@@ -56,16 +55,21 @@ def describe(translator) -> dict[str, Any]:
 def format_description(description: dict[str, Any]) -> str:
     """The description as lines for a terminal."""
     source, target = description["source"], description["target"]
-    layers = description["source_layers"]
-    share = description["flops_share"]
+    layers, written = description["source_layers"], description.get("target_layers")
+    share, depth = description["flops_share"], _layer_count(target)
+    rank = f", rank {description['rank']}" if "rank" in description else ""
     rows = [
         ("pair", f"{_name(source)} → {_name(target)}"),
-        ("method", f"{description['method']}, rank {description['rank']}"),
-        ("reads", f"{len(layers)} of {_layer_count(source)} source layers ({', '.join(map(str, layers))})"),
+        ("method", f"{description['method']}{rank}"),
+        ("reads", f"{len(set(layers))} of {_layer_count(source)} source layers ({', '.join(map(str, layers))})"),
         ("", f"embeddings of {description['embedding_window']} target tokens, the own one included"),
-        ("writes", f"all {_layer_count(target)} target layers"),
+        ("writes", f"all {depth} target layers" if written is None else _window(written, depth)),
         ("weights", f"{description['parameters']:,}, {description['bytes'] / 1e6:.1f} MB in {description['dtype']}"),
-        ("cost", f"{share['value']:.3f} of the target's own prefill FLOPs at {share['context_length']:,} tokens"),
+        (
+            "cost",
+            f"{share['value']:.3f} of the target's own prefill FLOPs at {share['context_length']:,} tokens, by the "
+            f"plan {share['replay']}",
+        ),
     ]
     for label, side in (("source", source), ("target", target)):
         variant = " with an adapter" * ("adapter" in side)
@@ -95,6 +99,10 @@ def _name(side: dict[str, Any]) -> str:
     return f"{name}@{side['revision'][:8]}" if "revision" in side else name
 
 
+def _window(layers: list[int], depth: int) -> str:
+    return f"{len(layers)} of {depth} target layers ({layers[0]}-{layers[-1]}), the others are the target's own"
+
+
 def _layer_count(side: dict[str, Any]) -> int:
     return sum(group["count"] for group in side["layers"])
 
@@ -108,12 +116,16 @@ def _layers(group: dict[str, Any]) -> str:
 def _fit_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     if not report:
         return []
-    corpus = ", ".join(entry["name"] for entry in report.get("corpus", []))
+    training = report.get("training", {})
+    corpus, trained = (", ".join(entry["name"] for entry in own.get("corpus", [])) for own in (report, training))
     rows = [
         ("fitted on", corpus),
         ("", ", ".join(f"{report[key]:,} {key}" for key in ("tokens", "windows", "documents") if key in report)),
         ("", ", ".join(f"{key} {report[key]}" for key in ("ridge", "seed") if key in report)),
     ]
+    if training:
+        rows.append(("trained on", trained))
+        rows.append(("", f"{training['steps']:,} steps, {training['tokens']:,} tokens, plan {training['replay']}"))
     evaluation = report.get("evaluation", {})
     if "n" in evaluation:
         rows.append(("measured on", f"{evaluation['n']} other documents, seed {evaluation['seed']}"))

@@ -8,11 +8,13 @@ RIDGE_FILE = os.path.join("baselines", "ridge.safetensors")
 
 
 def check_corpus(translator: Any, files: list[str]) -> None:
-    """`--fit-text` must be the text that the fit report names: else overlap and rivals would be of another."""
+    """`--fit-text` must be the text that the fit report names, that of a training included: else overlap and rivals
+    would be of another."""
     from hf_mot.cli.fit import describe_file
 
-    fitted = (translator.fit_report or {}).get("corpus", [])
-    expected = {entry["sha256"]: entry["name"] for entry in fitted if "sha256" in entry}
+    report = translator.fit_report or {}
+    read = [*report.get("corpus", []), *report.get("training", {}).get("corpus", [])]
+    expected = {entry["sha256"]: entry["name"] for entry in read if "sha256" in entry}
     given = {describe_file(path)["sha256"]: path for path in files}
     if expected and expected.keys() != given.keys():
         missing = [name for digest, name in expected.items() if digest not in given]
@@ -29,15 +31,27 @@ def has_twin(name: str) -> bool:
     return not os.path.isdir(name) or os.path.isdir(os.path.join(name, "no_source"))
 
 
-def must_refit(args: argparse.Namespace) -> bool:
-    return bool(args.fit_text) and not has_twin(args.translator)
+def must_refit(args: argparse.Namespace, translator: Any) -> bool:
+    """Whether the twin is to be made of `--fit-text`. Raises `ValueError` for one that no fit makes."""
+    if not args.fit_text or has_twin(args.translator):
+        return False
+    if not can_refit(translator):
+        raise ValueError(
+            f"`--arms` holds no_source, but there is no twin in {args.translator}/no_source, and a twin of a trained "
+            "translator is trained, not fitted. Train one of the same settings with hf-mot train … --config "
+            "source_layers=[], and put it there; or choose --arms without no_source."
+        )
+    return True
 
 
 def load_twin(name: str):
     """The translator's twin without source, which a fit saves beside it."""
     from hf_mot.hub.resolve import load_translator
 
-    way_out = "Fit again (hf-mot fit writes it), give --fit-text, or choose --arms without no_source."
+    way_out = (
+        "Fit again (hf-mot fit writes it), give --fit-text, or choose --arms without no_source. The twin of a trained "
+        "translator is trained (--config source_layers=[]), and put there."
+    )
     missing = f"`--arms` holds no_source, but there is no twin in {name}/no_source. {way_out}"
     if not has_twin(name):
         raise ValueError(missing)
@@ -47,6 +61,12 @@ def load_twin(name: str):
         return load_translator(name, subfolder="no_source")
     except OSError as error:
         raise ValueError(missing) from error
+
+
+def can_refit(translator: Any) -> bool:
+    """Whether it is what a closed-form fit makes, and so its twin too."""
+    config, report = translator.config, translator.fit_report or {}
+    return config.method == "reduced_rank" and config.target_layers is None and "training" not in report
 
 
 def refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_mot.cli import check_output_file, command_line, split_names
+from hf_mot.cli.fit import describe_file
 from hf_mot.cli.train import add_training_arguments, add_translator_arguments, training_arguments, translator_settings
 
 HELP = "find the target layers that are best translated, by short trainings"
@@ -29,9 +30,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("`--eval-text` is missing: windows are compared on held-out text. Give it.")
     if Path(args.out).is_file():
         raise ValueError(f"`--out` must be a folder, but {args.out} is a file. Give another name.")
+    for name in ("start", "best", "no_source"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"`--{name.replace('_', '-')}` has no effect on a search (see --starts). Leave it out.")
     starts = _numbers(args.starts)
     settings = translator_settings(args)
-    settings.pop("start", None)
+    if args.layers is not None:
+        settings["num_source_layers"] = args.layers
 
     from hf_mot.analysis import plot_windows
     from hf_mot.evaluation import save_report
@@ -39,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     from hf_mot.hub.resolve import load_model, load_tokenizer
     from hf_mot.training import MoTTrainer, TextDataset, TextFiles
     from hf_mot.training.channel_search import search_channels
-    from hf_mot.training.start import describe_pair
+    from hf_mot.training.report import SETTINGS
+    from hf_mot.training.start import pair_contracts
 
     require_matplotlib()
     training = training_arguments(args)
@@ -62,12 +68,15 @@ def run(args: argparse.Namespace) -> int:
         trainer.train()
         return trainer.evaluate()
 
+    recipe = {name: getattr(training, name) for name in (*SETTINGS, "max_steps", "eval_limit", "eval_context_length")}
+    files = {"corpus": args.text, "held_out": args.eval_text}
+    corpora = {name: [describe_file(path) for path in paths] for name, paths in files.items()}
     Path(args.out).mkdir(parents=True, exist_ok=True)
     report = search_channels(
-        describe_pair(**pair),
+        pair_contracts(**pair),
         train,
         starts=starts,
-        settings={name: getattr(training, name) for name in ("losses", "length", "context_length", "max_steps")},
+        settings={**recipe, **corpora, "lines": args.lines, "dtype": args.dtype},
         results=os.path.join(args.out, "windows.jsonl"),
         seed=args.seed,
         **{"channel_ratio": 0.3, **settings},

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         corpus = [describe_file(path) for path in args.text]
     else:
         examples = StatesDataset(args.states, model.config)
-        corpus = [{"name": f"{len(examples)} captured examples", "sha256": states.index["digest"]}]
+        corpus = [{"name": f"{len(examples)} captured examples", "digest": states.index["digest"]}]
     eval_examples = None
     if held_out is not None:
         limits = {"passes": 1, "limit": training.eval_limit}
@@ -146,7 +146,7 @@ def translator_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _translator(args: argparse.Namespace, pair: dict[str, Any], states: Any, init: Any, settings: dict[str, Any]):
     """The translator that is trained."""
-    from hf_mot.training.start import continue_from, describe_pair, new_translator
+    from hf_mot.training.start import continue_from, new_translator, pair_contracts
 
     if init is not None:
         window = {"preset": args.preset, "channel-ratio": args.channel_ratio, "start": args.start}
@@ -159,7 +159,7 @@ def _translator(args: argparse.Namespace, pair: dict[str, Any], states: Any, ini
         return continue_from(init, seed=args.seed, **settings)
     layers = {} if args.layers is None else {"num_source_layers": args.layers}
     if states is None:
-        return new_translator(describe_pair(**pair), seed=args.seed, **layers, **settings)
+        return new_translator(pair_contracts(**pair), seed=args.seed, **layers, **settings)
     if args.layers is None and "source_layers" not in settings:
         settings["source_layers"] = states.source_layers
     return new_translator(states.index, seed=args.seed, **layers, **settings)

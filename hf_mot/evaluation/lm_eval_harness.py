@@ -24,7 +24,6 @@ from hf_mot.evaluation.requests import Request, chunks, compile_splits, read_req
 from hf_mot.generation_mot import attach
 from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
 from hf_mot.modeling_mot import MoTModel
-from hf_mot.replay_mot import ReplayPlan
 
 # Among the harness's own loggers: its command line shows what these say, and nobody else's information.
 logger = logging.getLogger("lm_eval.hf_mot")
@@ -64,7 +63,8 @@ class TranslatedLM(TemplateLM):
         arm (`str`, *optional*, defaults to `"translated"`): How the target comes by a context, of `HARNESS_ARMS`.
         split (`str`, *optional*): A regular expression. By default the first of `SPLITS` that occurs: the last
             `Question:` or `Q:` at the start of a line, the last empty line, the last line break.
-        replay (`str`, *optional*, defaults to `"none"`): What the target recomputes of the context.
+        replay (`str`, *optional*): What the target recomputes of the context; by default what the translator was made
+            for.
         batch_size (`int`, *optional*, defaults to 1): Contexts, and after them prompts, a forward. Changes nothing but
             speed and memory.
         dtype (`str`, *optional*, defaults to `"float32"`): Of models that are loaded here.
@@ -87,7 +87,7 @@ class TranslatedLM(TemplateLM):
         target_tokenizer: PreTrainedTokenizerBase | None = None,
         arm: str = "translated",
         split: str | None = None,
-        replay: str = "none",
+        replay: str | None = None,
         batch_size: int | str = 1,
         dtype: str = "float32",
         device: str | None = None,
@@ -99,10 +99,10 @@ class TranslatedLM(TemplateLM):
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise ValueError(f"`batch_size` must be a number of contexts, at least 1, got {batch_size!r}.")
         self.splits = compile_splits(split)
-        ReplayPlan.parse(replay)
         self.arm, self.batch_size, self.max_gen_toks = arm, int(batch_size), max_gen_toks
         if isinstance(translator, str | os.PathLike):
             translator = load_translator(translator)
+        replay = str(translator.plan(replay))
         if str(device).startswith("cuda") and not torch.cuda.is_available():
             device = None
         if device is not None:
@@ -262,10 +262,11 @@ def _load(side: str, model: Any, tokenizer: Any, contract: dict[str, Any], dtype
             f"`{side}` is needed: the translator was made with a local {side} model, whose path is not recorded. Give "
             "a folder, a GGUF file, a Hub id or a demo name."
         )
+    revision = {"revision": contract["revision"]} if model is None and contract["revision"] else {}
     name = contract["id"] if model is None else model
     if isinstance(name, str | os.PathLike):
-        tokenizer = load_tokenizer(name) if tokenizer is None else tokenizer
-        model = load_model(name, dtype=dtype)
+        tokenizer = load_tokenizer(name, **revision) if tokenizer is None else tokenizer
+        model = load_model(name, dtype=dtype, **revision)
     elif tokenizer is None:
         raise ValueError(f"`{side}_tokenizer` is needed beside a loaded `{side}`. Pass the model's tokenizer.")
     return (model if device is None else model.to(device)), tokenizer

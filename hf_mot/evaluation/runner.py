@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_mot.configuration_mot import MoTConfig
 from hf_mot.data import iterate_documents
 from hf_mot.evaluation.arms import ARMS, Baseline, Models
 from hf_mot.evaluation.context_nll import CONTEXT_NLL, measure_documents
@@ -350,17 +351,24 @@ def describe_pair(translator: MoTModel) -> dict[str, str]:
     return pair
 
 
+def describe_form(config: MoTConfig) -> dict[str, Any]:
+    """What a translator reads, computes and writes, as reports and cards name it; what it has not is absent."""
+    form: dict[str, Any] = {"method": config.method}
+    if config.method == "reduced_rank" or config.linear_path or config.trunk:
+        form["rank"] = "full" if config.rank is None else config.rank
+    if config.method == "mot":
+        form |= {"num_translators": config.num_translators, "hidden_size": config.hidden_size}
+    form |= {"source_layers": list(config.source_layers), "embedding_window": config.embedding_window}
+    return form if config.target_layers is None else {**form, "target_layers": list(config.target_layers)}
+
+
 def describe_translator(translator: MoTModel) -> dict[str, Any]:
     """What was measured, as a report names it."""
-    config = translator.config
     name = translator.name_or_path
     fields = {
         # A Hub id, never a path of the machine at hand.
         "id": None if not name or os.path.exists(name) or os.path.isabs(name) else name,
-        "method": config.method,
-        "rank": "full" if config.rank is None else config.rank,
-        "source_layers": list(config.source_layers),
-        "embedding_window": config.embedding_window,
+        **describe_form(translator.config),
         "bytes": translator_bytes(translator),
     }
     return {key: value for key, value in fields.items() if value is not None}

@@ -4,6 +4,7 @@ from typing import Any
 
 from hf_mot.configuration_mot import MoTConfig
 from hf_mot.evaluation.gate import CONTROLS
+from hf_mot.evaluation.runner import describe_form
 from hf_mot.hub.handwriting import compose
 from hf_mot.hub.metadata import METRICS, front_matter, plain_front_matter
 
@@ -212,15 +213,16 @@ def _cost(evaluation: dict[str, Any]) -> list[str]:
 
 
 def _making(config: MoTConfig, report: dict[str, Any]) -> list[str]:
+    form = describe_form(config)
     layers = ", ".join(map(str, config.source_layers)) or "none"
+    rank = f", rank {form['rank']}" if "rank" in form else ""
+    written = form.get("target_layers")
+    window = f", target layers {written[0]}-{written[-1]}" if written else ""
     lines = [
-        f"- method: {config.method}, rank {'full' if config.rank is None else config.rank}, source layers {layers}, "
-        f"embeddings of {config.embedding_window} target tokens"
+        f"- method: {config.method}{rank}, source layers {layers}{window}, embeddings of {config.embedding_window} "
+        "target tokens"
     ]
-    for corpus in report.get("corpus", []):
-        documents = f", {corpus['documents']} documents" if "documents" in corpus else ""
-        digest = f", sha256 {corpus['sha256']}" if "sha256" in corpus else ""
-        lines.append(f"- corpus: {corpus['name']}{documents}{digest}")
+    lines += [f"- corpus: {_corpus(corpus)}" for corpus in report.get("corpus", [])]
     counts = [f"{report[key]} {key}" for key in ("tokens", "windows", "documents") if key in report]
     lines += [f"- fitted on {', '.join(counts)}"] if counts else []
     lines += [f"- {key}: {report[key]}" for key in ("ridge", "seed") if key in report]
@@ -231,6 +233,13 @@ def _making(config: MoTConfig, report: dict[str, Any]) -> list[str]:
     return ["## How it was made", "\n".join(lines)]
 
 
+def _corpus(corpus: dict[str, Any]) -> str:
+    documents = f", {corpus['documents']} documents" if "documents" in corpus else ""
+    return f"{corpus['name']}{documents}" + "".join(
+        f", {key} {corpus[key]}" for key in ("sha256", "digest") if key in corpus
+    )
+
+
 def _training(training: dict[str, Any]) -> list[str]:
     settings = training["settings"]
     losses = " + ".join(f"{weight:g} × {name}" for name, weight in settings["losses"].items())
@@ -239,8 +248,7 @@ def _training(training: dict[str, Any]) -> list[str]:
         f"- trained: {training['steps']} steps of {rows} sequences, {training['tokens']} tokens in all, for the plan "
         f"`{training['replay']}`; losses {losses}; learning rate {settings['learning_rate']:g}, {training['schedule']}"
     ]
-    for corpus in training.get("corpus", []):
-        lines.append(f"- trained on: {corpus['name']}, sha256 {corpus['sha256']}")
+    lines += [f"- trained on: {_corpus(corpus)}" for corpus in training.get("corpus", [])]
     versions = ", ".join(f"{package} {version}" for package, version in training["versions"].items())
     lines.append(f"- trained with: {versions}")
     return lines + ([f"- command of the training: `{training['command']}`"] if "command" in training else [])

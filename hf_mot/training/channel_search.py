@@ -44,13 +44,13 @@ def search_channels(
             search that was killed goes on where it stopped.
         seed (`int`, *optional*, defaults to 0): Of the proxies' weights, the same in each window.
         progress (`bool`, *optional*, defaults to `True`): Shows a progress bar.
-        fields: Other fields of the proxies' [`MoTConfig`].
+        fields: Other settings of the proxies, as of [`new_translator`].
 
     Returns:
         `dict`: `windows`, each with its `start`, layers and figures; `best`, that with the smallest loss.
 
     Raises:
-        ValueError: a window out of range, or results of other settings.
+        ValueError: a window out of range, or results of another pair or other settings.
     """
     depths = [len(contracts[side]["geometry"]["layers"]) for side in ("source", "target")]
     possible = [window[0] for window in candidate_windows(window_size(channel_ratio, *depths), depths[1])]
@@ -62,7 +62,8 @@ def search_channels(
             )
     store = results if isinstance(results, ResultStore) else ResultStore(results)
     search = {"channel_ratio": channel_ratio, "mapping": mapping, "seed": seed}
-    store.open(WINDOWS, {**search, "fields": fields, **(settings or {})})
+    pair = {side: contracts[side]["fingerprint"] for side in ("source", "target")}
+    store.open(WINDOWS, {**search, **pair, "fields": fields, **(settings or {})})
     windows = []
     for start in tqdm(starts, desc="Windows", disable=not progress):
         window = {"channel_ratio": channel_ratio, "mapping": mapping, "start": start}

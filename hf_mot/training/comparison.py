@@ -136,6 +136,12 @@ class Comparison:
         target = None if self.target is None else unwrap_peft_model(self.target)
         captured = "native_states" in batch and not self.positions_on and "cc_hidden" not in self.losses
         if captured:
+            lacking = sorted(set(layers) - set(self.captured_layers))
+            if lacking:
+                raise ValueError(
+                    f"The captured states hold the target's layers {list(self.captured_layers)}, but by the plan "
+                    f"{self.plan} the losses compare {lacking} too. Capture them, or choose a higher window."
+                )
             keys, values = split_layers(batch["native_states"], mot.target_geometry, self.captured_layers)
             places = [list(self.captured_layers).index(layer_idx) for layer_idx in layers]
             states = tuple(tuple(part[place] for place in places) for part in (keys, values))

@@ -1,12 +1,20 @@
 """A learning rate of its own for the translator's linear path."""
 
-import re
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-# What a closed-form fit gives: the maps of `ReducedRankTranslator`, wherever the translator holds it.
-LINEAR_PATH = re.compile(r"(source_in|embedding_in|up)\.weight$|(translator|linear)\.bias$")
+# What a closed-form fit gives of a `ReducedRankTranslator`, whose refinement may have weights of the same names.
+LINEAR_PATH = ("source_in.weight", "embedding_in.weight", "up.weight", "bias")
+
+
+def linear_path(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The weights of the linear path, wherever the translator holds it."""
+    for module in model.modules():
+        # By name: a translator that was loaded as remote code has classes of its own.
+        if type(module).__name__ == "ReducedRankTranslator":
+            yield from (weight for name, weight in module.named_parameters() if name in LINEAR_PATH)
 
 
 def set_linear_learning_rate(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:
@@ -16,7 +24,7 @@ def set_linear_learning_rate(optimizer: torch.optim.Optimizer, model: nn.Module,
     Raises:
         `ValueError`: none of them is trained.
     """
-    linear = {id(weight) for name, weight in model.named_parameters() if LINEAR_PATH.search(name)}
+    linear = {id(weight) for weight in linear_path(model)}
     found = False
     for group in list(optimizer.param_groups):
         own = [weight for weight in group["params"] if id(weight) in linear]

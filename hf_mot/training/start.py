@@ -10,7 +10,7 @@ from hf_mot.contract_mot import describe_model
 from hf_mot.modeling_mot import MoTModel
 
 
-def describe_pair(
+def pair_contracts(
     source: PreTrainedModel,
     target: PreTrainedModel,
     source_tokenizer: PreTrainedTokenizerBase,
@@ -27,7 +27,7 @@ def new_translator(
     A translator with random weights.
 
     Args:
-        contracts (`dict`): Of `source` and `target`: from [`describe_pair`], or the index of captured states.
+        contracts (`dict`): Of `source` and `target`: from [`pair_contracts`], or the index of captured states.
         num_source_layers (`int`, *optional*): Reads so many source layers, evenly spaced, instead of one a channel.
         seed (`int`, *optional*, defaults to 0): Of the weights.
         settings: Of [`MoTModel.from_contracts`]: the channel window, and fields of [`MoTConfig`].
