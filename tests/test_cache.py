@@ -3,6 +3,8 @@
 Row r of a cache made here is filled with numbers of its own, so that what was moved where can be seen.
 """
 
+import re
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -52,8 +54,13 @@ CASES = {
 def test_what_is_made_of_a_cache_is_read_only_until_forked(case):
     cache = CASES[case](make_cache([[1, 0, 1], [0, 1, 1]]))
     states = torch.zeros(len(cache.prefix_mask), 2, 1, 3)
+    message = (
+        "A TranslatedCache is read-only, so that it can be used again. Before target.generate(...), call "
+        "attach(target) (translate(..., target=target) does, but not within the same expression); for a direct "
+        "forward pass, pass cache.fork()."
+    )
     for change in (lambda: cache.update(states, states, 0), lambda: cache.batch_repeat_interleave(2)):
-        with pytest.raises(RuntimeError, match=r"read-only.*call attach\(target\).*pass cache.fork\(\)"):
+        with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
             change()
     fork, length = cache.fork(), cache.get_seq_length()
     fork.update(states, states, 0)
@@ -63,10 +70,10 @@ def test_what_is_made_of_a_cache_is_read_only_until_forked(case):
 def test_a_model_that_asks_a_cache_for_its_size_is_told_to_fork():
     cache = make_cache([[1, 1]])
     with pytest.raises(RuntimeError, match="read-only"):
-        cache.get_mask_sizes(1, 0)
+        cache.get_mask_sizes(query_length=1, layer_idx=0)
     plain = DynamicCache()
     plain.update(cache.layers[0].keys, cache.layers[0].values, 0)
-    assert cache.fork().get_mask_sizes(1, 0) == plain.get_mask_sizes(1, 0)
+    assert cache.fork().get_mask_sizes(query_length=1, layer_idx=0) == plain.get_mask_sizes(1, 0)
 
 
 @pytest.mark.parametrize("pending", [False, True])
@@ -160,6 +167,11 @@ def test_rows_of_a_joined_cache_are_the_caches_joined():
 def test_bytes_held_are_those_of_keys_and_values():
     cache = TranslatedCache([torch.zeros(1, 2, 5, 3)], [torch.zeros(1, 2, 5, 4).bfloat16()], torch.ones(1, 5))
     assert cache.kv_bytes == 2 * 5 * 3 * 4 + 2 * 5 * 4 * 2
+
+
+def test_by_default_nothing_is_known_of_the_target():
+    cache = make_cache([[1, 1]])
+    assert (cache.prefix_ids, cache.sliding, cache.contract) == ([], False, None)
 
 
 def test_layers_need_keys_and_values_each():
