@@ -110,7 +110,7 @@ def _check_arguments(model, cache: TranslatedCache, prompt_ids: torch.Tensor | N
 
 def _continue(model, cache, prefix_mask, prompt_ids, new_ids, new_mask, kwargs: dict[str, Any]) -> Any:
     """One stock `generate` on a fork of the cache; the ids that come back start with `prompt_ids`."""
-    kwargs = _shift_lengths(kwargs, new_ids.shape[1] - prompt_ids.shape[1])
+    kwargs = _shift_lengths(model, kwargs, new_ids.shape[1] - prompt_ids.shape[1])
     num_beams = _option(model, kwargs, "num_beams", 1)
     kwargs[cache_argument(model)] = cache.fork(max(num_beams, _option(model, kwargs, "num_return_sequences", 1)))
     mask = torch.cat([prefix_mask.to(new_mask), new_mask], dim=1)
@@ -223,17 +223,17 @@ def close_turn(output: Any, prompt_ids, new_length: int, mask, num_beams: int, e
     return output
 
 
-def _shift_lengths(kwargs: dict[str, Any], by: int) -> dict[str, Any]:
+def _shift_lengths(model: PreTrainedModel, kwargs: dict[str, Any], by: int) -> dict[str, Any]:
     """`max_length` and `min_length` count the ids that the user passes, not those that the model is given."""
     kwargs = dict(kwargs)
-    config = kwargs.get("generation_config")
     for name in ("max_length", "min_length"):
-        if kwargs.get(name):
-            kwargs[name] += by
-        elif getattr(config, name, None) and by:
-            config = copy.deepcopy(config)
-            setattr(config, name, getattr(config, name) + by)
-            kwargs["generation_config"] = config
+        length = _option(model, kwargs, name)
+        if length and kwargs.get(name) is None and kwargs.get("generation_config") is not None:
+            # Options beside a config are deprecated.
+            kwargs["generation_config"] = copy.copy(kwargs["generation_config"])
+            setattr(kwargs["generation_config"], name, length + by)
+        elif length:
+            kwargs[name] = length + by
     return kwargs
 
 
