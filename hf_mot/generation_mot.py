@@ -129,8 +129,8 @@ def _join(model, groups: list[torch.Tensor], outputs: list[Any], kwargs: dict[st
             "where rows are generated in groups. Generate row by row."
         )
     pad = _option(model, kwargs, "pad_token_id")
-    eos = sorted(_eos_ids(model, kwargs))
-    pad = pad if pad is not None else eos[0] if eos else 0
+    if pad is None:  # as generate itself pads
+        pad = next(iter(_eos_ids(model, kwargs)), 0)
     sequences = [output.sequences if dicts else output for output in outputs]
     longest = max(part.shape[1] for part in sequences)
     joined = torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1]), value=pad) for part in sequences])
@@ -187,7 +187,7 @@ def prompt_after(cache: TranslatedCache, prompt_ids: torch.Tensor, mask: torch.T
     return prompt_ids, mask
 
 
-def close_turn(output: Any, prompt_ids, new_length: int, mask, num_beams: int, eos_ids: set[int]) -> Any:
+def close_turn(output: Any, prompt_ids, new_length: int, mask, num_beams: int, eos_ids: list[int]) -> Any:
     """
     What the user gets: ids that start with the prompt as it was passed, and a cache that the next turn can start from.
 
@@ -249,6 +249,6 @@ def _option(model: PreTrainedModel, kwargs: dict[str, Any], name: str, default: 
     return default
 
 
-def _eos_ids(model: PreTrainedModel, kwargs: dict[str, Any]) -> set[int]:
+def _eos_ids(model: PreTrainedModel, kwargs: dict[str, Any]) -> list[int]:
     eos = _option(model, kwargs, "eos_token_id")
-    return set() if eos is None else set(torch.as_tensor(eos).flatten().tolist())
+    return [] if eos is None else torch.as_tensor(eos).flatten().tolist()
