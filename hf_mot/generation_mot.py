@@ -141,6 +141,8 @@ def _join(model, groups: list[torch.Tensor], outputs: list[Any], kwargs: dict[st
         return joined
     output = outputs[0]
     output.sequences = joined
+    if "beam_indices" in output:
+        output["beam_indices"] = None  # they count the beams of a group
     caches = [output_cache(part) for part in outputs]
     if all(is_translated(cache) for cache in caches):
         rows = order[:, None] * per_row + torch.arange(per_row, device=order.device)
@@ -215,9 +217,8 @@ def close_turn(output: Any, prompt_ids, new_length: int, mask, num_beams: int, e
         alive = torch.ones_like(completion)
         alive[:, 1:] = (ended.cumsum(dim=1) == 0)[:, :-1]
         mask = torch.cat([mask.to(alive).repeat_interleave(per_row, 0), alive], dim=1)
-        cached = cache.get_seq_length()
-        cache.prefix_mask = mask[:, :cached]
-        cache.pending_ids, cache.pending_mask = completion[:, -1:], mask[:, cached : cached + 1]
+        cache.prefix_mask = mask[:, : cache.get_seq_length()]
+        cache.pending_ids, cache.pending_mask = completion[:, -1:], mask[:, -1:]
         cache.is_fork = False
         set_output_cache(output, cache.packed())
     return output
