@@ -85,7 +85,7 @@ def custom_generate(
         **kwargs,
     )
     eos = generation_config.eos_token_id
-    eos_ids = set() if eos is None else set(torch.as_tensor(eos).flatten().tolist())
+    eos_ids = [] if eos is None else torch.as_tensor(eos).flatten().tolist()
     num_beams = generation_config.num_beams or 1
     return close_turn(output, input_ids[::repeats], new_ids.shape[1], whole_mask[::repeats], num_beams, eos_ids)
 

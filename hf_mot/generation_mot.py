@@ -110,7 +110,7 @@ def _check_arguments(model, cache: TranslatedCache, prompt_ids: torch.Tensor | N
 
 def _continue(model, cache, prefix_mask, prompt_ids, new_ids, new_mask, kwargs: dict[str, Any]) -> Any:
     """One stock `generate` on a fork of the cache; the ids that come back start with `prompt_ids`."""
-    kwargs = _shift_lengths(kwargs, new_ids.shape[1] - prompt_ids.shape[1])
+    kwargs = _shift_lengths(model, kwargs, new_ids.shape[1] - prompt_ids.shape[1])
     num_beams = _option(model, kwargs, "num_beams", 1)
     kwargs[cache_argument(model)] = cache.fork(max(num_beams, _option(model, kwargs, "num_return_sequences", 1)))
     mask = torch.cat([prefix_mask.to(new_mask), new_mask], dim=1)
@@ -129,8 +129,8 @@ def _join(model, groups: list[torch.Tensor], outputs: list[Any], kwargs: dict[st
             "where rows are generated in groups. Generate row by row."
         )
     pad = _option(model, kwargs, "pad_token_id")
-    eos = sorted(_eos_ids(model, kwargs))
-    pad = pad if pad is not None else eos[0] if eos else 0
+    if pad is None:  # as generate itself pads
+        pad = next(iter(_eos_ids(model, kwargs)), 0)
     sequences = [output.sequences if dicts else output for output in outputs]
     longest = max(part.shape[1] for part in sequences)
     joined = torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1]), value=pad) for part in sequences])
@@ -141,6 +141,8 @@ def _join(model, groups: list[torch.Tensor], outputs: list[Any], kwargs: dict[st
         return joined
     output = outputs[0]
     output.sequences = joined
+    if "beam_indices" in output:
+        output["beam_indices"] = None  # they count the beams of a group
     caches = [output_cache(part) for part in outputs]
     if all(is_translated(cache) for cache in caches):
         rows = order[:, None] * per_row + torch.arange(per_row, device=order.device)
@@ -187,7 +189,7 @@ def prompt_after(cache: TranslatedCache, prompt_ids: torch.Tensor, mask: torch.T
     return prompt_ids, mask
 
 
-def close_turn(output: Any, prompt_ids, new_length: int, mask, num_beams: int, eos_ids: set[int]) -> Any:
+def close_turn(output: Any, prompt_ids, new_length: int, mask, num_beams: int, eos_ids: list[int]) -> Any:
     """
     What the user gets: ids that start with the prompt as it was passed, and a cache that the next turn can start from.
 
@@ -215,25 +217,24 @@ def close_turn(output: Any, prompt_ids, new_length: int, mask, num_beams: int, e
         alive = torch.ones_like(completion)
         alive[:, 1:] = (ended.cumsum(dim=1) == 0)[:, :-1]
         mask = torch.cat([mask.to(alive).repeat_interleave(per_row, 0), alive], dim=1)
-        cached = cache.get_seq_length()
-        cache.prefix_mask = mask[:, :cached]
-        cache.pending_ids, cache.pending_mask = completion[:, -1:], mask[:, cached : cached + 1]
+        cache.prefix_mask = mask[:, : cache.get_seq_length()]
+        cache.pending_ids, cache.pending_mask = completion[:, -1:], mask[:, -1:]
         cache.is_fork = False
         set_output_cache(output, cache.packed())
     return output
 
 
-def _shift_lengths(kwargs: dict[str, Any], by: int) -> dict[str, Any]:
+def _shift_lengths(model: PreTrainedModel, kwargs: dict[str, Any], by: int) -> dict[str, Any]:
     """`max_length` and `min_length` count the ids that the user passes, not those that the model is given."""
     kwargs = dict(kwargs)
-    config = kwargs.get("generation_config")
     for name in ("max_length", "min_length"):
-        if kwargs.get(name):
-            kwargs[name] += by
-        elif getattr(config, name, None) and by:
-            config = copy.deepcopy(config)
-            setattr(config, name, getattr(config, name) + by)
-            kwargs["generation_config"] = config
+        length = _option(model, kwargs, name)
+        if length and kwargs.get(name) is None and kwargs.get("generation_config") is not None:
+            # Options beside a config are deprecated.
+            kwargs["generation_config"] = copy.copy(kwargs["generation_config"])
+            setattr(kwargs["generation_config"], name, length + by)
+        elif length:
+            kwargs[name] = length + by
     return kwargs
 
 
@@ -249,6 +250,6 @@ def _option(model: PreTrainedModel, kwargs: dict[str, Any], name: str, default: 
     return default
 
 
-def _eos_ids(model: PreTrainedModel, kwargs: dict[str, Any]) -> set[int]:
+def _eos_ids(model: PreTrainedModel, kwargs: dict[str, Any]) -> list[int]:
     eos = _option(model, kwargs, "eos_token_id")
-    return set() if eos is None else set(torch.as_tensor(eos).flatten().tolist())
+    return [] if eos is None else torch.as_tensor(eos).flatten().tolist()

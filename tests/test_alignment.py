@@ -1,6 +1,7 @@
 import itertools
 import json
 import random
+import re
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -115,6 +116,10 @@ def tokenizers():
 NAMES = ["byte_level", "byte_fallback", "dropped_space", "unigram"]
 LOSSLESS = ["byte_level", "byte_fallback"]
 PAIRS = [(a, b) for a in NAMES for b in NAMES if a != b]
+
+
+def refused(message):
+    return pytest.raises(ValueError, match=f"^{re.escape(message)}$")
 
 
 def canonical(tokenizer, text):
@@ -394,8 +399,15 @@ def test_a_decoder_that_looks_ahead_takes_only_the_tokenizers_own_ids(tokenizers
         ends.append(text.index(plain, ends[-1]) + len(plain))
     assert decode_with_spans(source, ids) == (text, list(itertools.pairwise(ends)))
     to_id = source.backend_tokenizer.token_to_id
-    with pytest.raises(ValueError, match="`source_input_ids` must be the tokenizer's own ids .* token by token"):
-        align(source, [to_id("t"), to_id("h"), to_id("e</w>"), *ids[1:]], tokenizers["byte_level"])
+    other_ids = [to_id("t"), to_id("h"), to_id("e</w>"), *ids[1:]]
+    message = (
+        "`{}` must be the tokenizer's own ids for their text, because the decoder of TokenizersBackend does not work "
+        "token by token, but they are others. Pass the ids that it gives for the whole context."
+    )
+    with refused(message.format("source_input_ids")):
+        align(source, other_ids, tokenizers["byte_level"])
+    with refused(message.format("input_ids")):
+        decode_with_spans(source, other_ids)
 
 
 def test_earlier_truncation_does_not_cut_the_context(tokenizers):
@@ -417,20 +429,29 @@ def test_align_spans_takes_the_last_piece_of_a_character_and_else_the_nearest_ea
     # Nothing covers character 3; a special target token stays where the one before it is.
     assert align_spans([(0, 2), None, (4, 6)], [None, (0, 4), None, (4, 6), None]) == [0, 0, 0, 2, 2]
     assert align_spans([None, (3, 6)], [(0, 0), (0, 2), (2, 6)]) == [1, 1, 1]
-    with pytest.raises(ValueError, match="`source_spans` must hold a token with text, but none of its 2 tokens"):
+    with refused(
+        "`source_spans` must hold a token with text, but none of its 2 tokens has a span. Pass the spans of a context "
+        "that is not empty."
+    ):
         align_spans([None, None], [(0, 1)])
 
 
 def test_an_empty_context_is_an_error(tokenizers):
     source, target = tokenizers["byte_level"], tokenizers["unigram"]
     for ids in ([], [source.bos_token_id], [source.bos_token_id, source.eos_token_id]):
-        with pytest.raises(ValueError, match=f"`source_input_ids` must hold text, .* {len(ids)} ids"):
+        with refused(
+            f"`source_input_ids` must hold text, but the context is empty: {len(ids)} ids, none of which decodes to "
+            "text. Pass the ids of a context."
+        ):
             align(source, ids, target)
-    with pytest.raises(ValueError, match="`text` must not be empty"):
+    with refused("`text` must not be empty: there is no context to translate. Pass the text of the context."):
         align(source, [source.bos_token_id], target, text="")
     with pytest.raises(ValueError, match="`target_input_ids` must decode to the context's text"):
         align(source, canonical(source, "dog"), target, [])
-    with pytest.raises(ValueError, match="`target_tokenizer` has tokens for, but it makes none of ' '"):
+    with refused(
+        "`source_input_ids` must hold text that `target_tokenizer` has tokens for, but it makes none of ' '. Pass the "
+        "ids of a context."
+    ):
         align(source, canonical(source, " "), word_ends())
     assert decode_with_spans(source, []) == ("", [])
     assert tokenize_with_spans(source, "") == ([], [])
@@ -439,22 +460,52 @@ def test_an_empty_context_is_an_error(tokenizers):
 def test_ids_of_another_text_are_an_error_that_shows_where(tokenizers):
     source, target = tokenizers["byte_level"], tokenizers["byte_fallback"]
     ids = canonical(source, "the lazy dog sleeps")
-    with pytest.raises(
-        ValueError,
-        match="`target_input_ids` must decode to the context's text .*at character 9 they have 'fox sleeps' where the "
-        "text has 'dog sleeps'. Pass .* leave `target_input_ids` out",
+    with refused(
+        "`target_input_ids` must decode to the context's text (leading spaces aside), but at character 9 they have "
+        "'fox sleeps' where the text has 'dog sleeps'. Pass the ids of that text, or leave `target_input_ids` out."
     ):
         align(source, ids, target, canonical(target, "the lazy fox sleeps"))
-    with pytest.raises(ValueError, match="`source_input_ids` must decode to `text` .*'' where the text has '!'. Pass"):
+    with refused(
+        "`source_input_ids` must decode to `text` (leading spaces aside), but at character 19 they have '' where the "
+        "text has '!'. Pass the ids of that text, or leave `text` out."
+    ):
         align(source, ids, target, text="the lazy dog sleeps!")
+
+
+@pytest.mark.parametrize("start", ["\n", "X "])
+@pytest.mark.parametrize(("ours", "theirs"), [(" ", "  "), ("  ", ""), ("", "  ")])
+def test_a_difference_is_counted_without_leading_spaces_and_shown_in_part(tokenizers, start, ours, theirs):
+    source, target = tokenizers["byte_level"], tokenizers["byte_fallback"]
+    dog, cat = (f"{start}the lazy {animal} sleeps on in the warm sun" for animal in ("dog", "cat"))
+    with pytest.raises(
+        ValueError,
+        match=f"but at character {len(start) + 9} they have 'dog sleeps on in the' where the text has "
+        "'cat sleeps on in the'. Pass",
+    ):
+        align(source, canonical(source, ours + dog), target, text=theirs + cat)
+
+
+@pytest.mark.parametrize(("ids", "shown"), [([40, -1], "-1 to 40"), ([2**32, 41], f"41 to {2**32}")])
+def test_ids_that_no_tokenizer_has_are_refused(tokenizers, ids, shown):
+    tokenizer = tokenizers["byte_level"]
+    with refused(f"`source_input_ids` must be ids of its tokenizer, got {shown}."):
+        align(tokenizer, ids, tokenizer)
+    with refused(f"`target_input_ids` must be ids of its tokenizer, got {shown}."):
+        align(tokenizer, canonical(tokenizer, "dog"), tokenizer, ids)
 
 
 def test_a_slow_tokenizer_is_an_error_that_names_the_argument(tokenizers):
     fast, slow = tokenizers["byte_level"], ByT5Tokenizer()
     ids = canonical(fast, "dog")
-    with pytest.raises(ValueError, match="`source_tokenizer` must be a fast tokenizer.*`ByT5Tokenizer`.*Load it by"):
+    message = (
+        "`{}` must be a fast tokenizer, because alignment needs character offsets, but `ByT5Tokenizer` is not one. "
+        "Load it by `AutoTokenizer.from_pretrained`, or wrap its `tokenizer.json` in a `PreTrainedTokenizerFast`."
+    )
+    with refused(message.format("source_tokenizer")):
         align(slow, ids, fast)
-    with pytest.raises(ValueError, match="`target_tokenizer` must be a fast tokenizer"):
+    with refused(message.format("target_tokenizer")):
         align(fast, ids, slow)
-    with pytest.raises(ValueError, match="`tokenizer` must be a fast tokenizer"):
+    with refused(message.format("tokenizer")):
         tokenize_with_spans(slow, "dog")
+    with refused(message.format("tokenizer")):
+        decode_with_spans(slow, ids)

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 import warnings
 
 import pytest
@@ -153,11 +154,12 @@ def test_plain_calls_are_not_touched():
     ids = ids_of(own, make_documents(1, 6)[0], bos=True)
     before = native(own, ids)
     attach(own["target"])
-    tensor = torch.tensor([ids])
+    tensor, cache = torch.tensor([ids]), DynamicCache()
     after = own["target"].generate(
-        tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=NEW, do_sample=False, cache=DynamicCache()
+        tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=NEW, do_sample=False, cache=cache
     )
     assert after[0, len(ids) :].tolist() == before
+    assert cache.get_seq_length() == len(ids) + NEW - 1
 
 
 def test_attach_is_idempotent_and_undone_by_detach():
@@ -184,19 +186,79 @@ def test_attach_survives_deepcopy_and_pickle():
         assert torch.equal(ours, expected)
 
 
-def test_prompt_of_nothing_but_bos_is_refused():
+def refused(message):
+    return pytest.raises(ValueError, match=f"^{re.escape(message)}$")
+
+
+@pytest.mark.parametrize("rows", [[""], [PROMPT, ""]], ids=["alone", "beside another"])
+def test_prompt_of_nothing_but_bos_is_refused(rows):
     own = make_own("llama")
-    cache = translated(own, make_documents(1, 6)[0])
-    ids = torch.tensor([[own["target_tokenizer"].bos_token_id]])
-    with pytest.raises(ValueError, match="`input_ids` has a row without any token besides BOS"):
-        own["target"].generate(ids, past_key_values=cache, max_new_tokens=NEW)
+    cache = translated(own, make_documents(len(rows), 6))
+    prompt = own["target_tokenizer"](rows, return_tensors="pt", padding=True, return_token_type_ids=False)
+    with refused(
+        "`input_ids` has a row without any token besides BOS: there is nothing to continue from. Move the last words "
+        "of the context into the prompt."
+    ):
+        own["target"].generate(**prompt, past_key_values=cache, max_new_tokens=NEW)
+
+
+def test_prompt_without_bos_is_continued_as_it_is(own):
+    text = make_documents(1, 12)[0]
+    ids = torch.tensor([ids_of(own, PROMPT)])
+    out = attach(own["target"]).generate(
+        ids, past_key_values=translated(own, text), max_new_tokens=NEW, do_sample=False
+    )
+    assert out[0].tolist() == ids[0].tolist() + native(own, ids_of(own, text, bos=True) + ids[0].tolist())
+
+
+def test_mask_over_context_and_prompt_is_as_good_as_one_over_the_prompt(own):
+    cache = translated(own, make_documents(2, 12, 3))
+    prompts = [PROMPT, PROMPT + " a letter"]
+    prompt = own["target_tokenizer"](prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+    expected = own["target"].generate(**prompt, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    prompt["attention_mask"] = torch.cat([cache.prefix_mask, prompt["attention_mask"]], dim=1)
+    out = own["target"].generate(**prompt, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(out, expected)
+
+
+def test_positions_are_those_after_the_context_whatever_is_passed(own):
+    cache, prompt = translated(own, make_documents(1, 12)[0]), prompt_of(own, PROMPT)
+    options = {"past_key_values": cache, "max_new_tokens": NEW, "do_sample": False}
+    expected = attach(own["target"]).generate(**prompt, **options)
+    positions = torch.arange(prompt["input_ids"].shape[1])[None]  # as a collator makes them, from 0
+    assert torch.equal(own["target"].generate(**prompt, position_ids=positions, **options), expected)
+
+
+def test_missing_prompt_is_refused():
+    own = make_own("llama")
+    cache = translated(own, "a letter")
+    with refused("`input_ids` is required with a TranslatedCache: pass the prompt that follows the context."):
+        own["target"].generate(past_key_values=cache, max_new_tokens=NEW)
 
 
 def test_other_number_of_rows_is_refused():
     own = make_own("llama")
     cache = translated(own, make_documents(2, 6))
-    with pytest.raises(ValueError, match="`input_ids` has 1 rows, but the TranslatedCache holds 2"):
+    with refused("`input_ids` has 1 rows, but the TranslatedCache holds 2. Pass one prompt per translated context."):
         own["target"].generate(**prompt_of(own, PROMPT), past_key_values=cache, max_new_tokens=NEW)
+
+
+def test_cropped_cache_is_refused():
+    own = make_own("llama")
+    fork = translated(own, make_documents(1, 6)[0]).fork()
+    fork.crop(-2)
+    with refused("`past_key_values` was cropped by 2 tokens. Use the whole translated cache."):
+        own["target"].generate(**prompt_of(own, PROMPT), past_key_values=fork, max_new_tokens=NEW)
+
+
+def test_returned_cache_is_read_only_as_well():
+    own = make_own("llama")
+    cache = translated(own, make_documents(1, 6)[0])
+    out = own["target"].generate(
+        **prompt_of(own, PROMPT), past_key_values=cache, max_new_tokens=NEW, return_dict_in_generate=True
+    )
+    with pytest.raises(RuntimeError, match="read-only"):
+        own["target"](torch.tensor([[40]]), **{cache_argument(own["target"]): output_cache(out)})
 
 
 def test_eos_of_the_models_own_config_ends_a_row():
@@ -226,19 +288,35 @@ def test_fork_that_was_written_to_is_continued():
     assert out[0, -NEW:].tolist() == native(own, history)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"use_cache": False}, "`use_cache` is False"),
-        ({"attention_mask": torch.ones(1, 3, dtype=torch.long)}, "`attention_mask` has a width of 3, but the prompt"),
-    ],
-)
-def test_arguments_that_would_lose_the_context_are_refused(change, message):
+@pytest.mark.parametrize("where", ["call", "config"])
+def test_generating_without_a_cache_is_refused(where):
     own = make_own("llama")
-    cache = translated(own, make_documents(1, 6)[0])
-    arguments = {**prompt_of(own, PROMPT), **change}
-    with pytest.raises(ValueError, match=message):
-        own["target"].generate(**arguments, past_key_values=cache, max_new_tokens=NEW)
+    cache, options = translated(own, make_documents(1, 6)[0]), {"use_cache": False}
+    options = options if where == "call" else {"generation_config": GenerationConfig(**options)}
+    with refused("`use_cache` is False, but a translated context exists in the cache alone. Leave it out."):
+        own["target"].generate(**prompt_of(own, PROMPT), past_key_values=cache, **options)
+
+
+def test_model_that_by_default_uses_no_cache_uses_this_one(own):
+    """As MPT's configuration has it."""
+    text = make_documents(1, 12)[0]
+    own["target"].generation_config.use_cache = False
+    out = attach(own["target"]).generate(
+        **prompt_of(own, PROMPT), past_key_values=translated(own, text), max_new_tokens=NEW, do_sample=False
+    )
+    assert out[0, -NEW:].tolist() == native(own, ids_of(own, text, bos=True) + ids_of(own, PROMPT))
+
+
+def test_mask_of_another_width_is_refused():
+    own = make_own("llama")
+    cache, prompt = translated(own, make_documents(1, 6)[0]), prompt_of(own, PROMPT)
+    prompt["attention_mask"] = torch.ones(1, 3, dtype=torch.long)
+    length = prompt["input_ids"].shape[1]
+    with refused(
+        f"`attention_mask` has a width of 3, but the prompt has {length} ids, and with the cached context "
+        f"{length + cache.get_seq_length()}. Pass the mask that belongs to `input_ids`."
+    ):
+        own["target"].generate(**prompt, past_key_values=cache, max_new_tokens=NEW)
 
 
 def test_one_context_serves_several_prompts_in_a_batch():

@@ -1,6 +1,7 @@
 """What else `generate` can be asked for, through the hook, the `custom_generate` callable and a saved recipe."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -107,18 +108,6 @@ def test_unequal_prompts_with_several_sequences_each(own):
         assert torch.equal(out[2 * row : 2 * row + 2, -NEW:], expected[:, ids.shape[1] :])
 
 
-def test_scores_of_grouped_rows_are_refused():
-    own = make_own("gemma3")
-    with pytest.raises(ValueError, match="`output_scores` is not available for prompts of unequal length"):
-        attach(own["target"]).generate(
-            **prompt_of(own, PROMPT, LONG_PROMPT),
-            past_key_values=translated(own, make_documents(2, 20, 3)),
-            max_new_tokens=2,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-
-
 def test_second_turn_after_a_row_that_ended_early(own):
     """Pads of the ended row are taken out of the cache: a sliding window would count them."""
     for seed in range(30):
@@ -205,31 +194,56 @@ def test_chat_template_prompt(own):
     assert out[0, prompt["input_ids"].shape[1] :].tolist() == expected
 
 
-@pytest.mark.parametrize("where", ["call", "config"])
+@pytest.mark.parametrize("where", ["call", "config", "model"])
 def test_cache_implementation_is_refused(own, where):
-    options = {"cache_implementation": "static"}
-    options = options if where == "call" else {"generation_config": GenerationConfig(**options)}
-    with pytest.raises(ValueError, match="`cache_implementation` is 'static', but a TranslatedCache is the cache"):
-        attach(own["target"]).generate(
-            **prompt_of(own, PROMPT), past_key_values=translated(own, "a letter"), max_new_tokens=2, **options
-        )
+    cache, options = translated(own, "a letter"), {"cache_implementation": "static"}
+    if where == "config":
+        options = {"generation_config": GenerationConfig(**options)}
+    elif where == "model":
+        own["target"].generation_config.cache_implementation = options.pop("cache_implementation")
+    message = (
+        "`cache_implementation` is 'static', but a TranslatedCache is the cache, of its own kind. Leave it out (in "
+        "`target.generation_config` too)."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        attach(own["target"]).generate(**prompt_of(own, PROMPT), past_key_values=cache, max_new_tokens=2, **options)
 
 
-@pytest.mark.parametrize("where", ["call", "config", "positional"])
+@pytest.mark.parametrize("where", ["call", "config", "positional", "model"])
 def test_max_length_counts_the_ids_that_were_passed(own, where):
     prompt = prompt_of(own, PROMPT)
     length = prompt["input_ids"].shape[1] + 3
     cache = translated(own, make_documents(1, 12)[0])
     generate = attach(own["target"]).generate
+    config = GenerationConfig(max_length=length)
     if where == "call":
         out = generate(**prompt, past_key_values=cache, max_length=length, do_sample=False)
     elif where == "config":
-        out = generate(**prompt, past_key_values=cache, generation_config=GenerationConfig(max_length=length))
-    else:
-        config = GenerationConfig(max_length=length)
+        out = generate(**prompt, past_key_values=cache, generation_config=config)
+    elif where == "positional":
         out = generate(prompt["input_ids"], config, attention_mask=prompt["attention_mask"], past_key_values=cache)
-        assert config.max_length == length
+    else:
+        own["target"].generation_config.max_length = length
+        out = generate(**prompt, past_key_values=cache)
+        assert own["target"].generation_config.max_length == length
+    assert config.max_length == length
     assert out.shape[1] == length
+
+
+@pytest.mark.parametrize("where", ["call", "config", "model"])
+def test_min_length_counts_the_ids_that_were_passed(own, where):
+    text, prompt = make_documents(1, 12)[0], prompt_of(own, PROMPT)
+    end = {"eos_token_id": native(own, history(own, text))[0], "pad_token_id": own["target_tokenizer"].pad_token_id}
+    expected = native(own, history(own, text), min_new_tokens=3, **end)
+    length = prompt["input_ids"].shape[1] + 3
+    options = {**end, "min_length": length, "max_new_tokens": NEW, "do_sample": False}
+    if where == "config":
+        options = {"generation_config": GenerationConfig(**options)}
+    elif where == "model":
+        own["target"].generation_config.min_length = options.pop("min_length")
+    out = attach(own["target"]).generate(**prompt, past_key_values=translated(own, text), **options)
+    assert out[0, length - 3 :].tolist() == expected
+    assert len(expected) >= 3 and expected != native(own, history(own, text), **end)
 
 
 class _SameIdsTwice(LogitsProcessor):
@@ -359,3 +373,6 @@ def test_prefix_of_several_special_tokens_is_taken_off_the_prompt_whole():
     assert prompt["input_ids"][0, :2].tolist() == [bos, eos]
     out = own["target"].generate(**prompt, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
     assert out[0, prompt["input_ids"].shape[1] :].tolist() == native(own, [bos, eos, *history(own, text)[1:]])
+    ids = torch.tensor([ids_of(own, PROMPT)[:1]])  # a prompt shorter than the prefix does not start with it
+    out = own["target"].generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    assert out[0, 1:].tolist() == native(own, [bos, eos, *ids_of(own, text), *ids[0].tolist()])

@@ -1,11 +1,14 @@
+import itertools
+
 import pytest
 import torch
 from conftest import FAMILIES, make_model, make_tokenizer
-from transformers import Cohere2Config, Cohere2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from torch import nn
+from transformers import Cohere2Config, Cohere2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from hf_mot.capture_mot import prefill
 from hf_mot.geometry_mot import ModelGeometry, probe
-from hf_mot.positions_mot import RotaryEncoding
+from hf_mot.positions_mot import RotaryEncoding, find_rotary_encodings
 
 
 def small(config_class, **kwargs):
@@ -30,6 +33,82 @@ def test_strip_undoes_apply(interleaved, pairs):
     rotated = encoding.apply(keys, positions)
     assert (rotated - keys).abs().max() > 0.5
     torch.testing.assert_close(encoding.strip(rotated, positions), keys, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_encoding_survives_json_and_turns_pairs_by_their_angle(interleaved):
+    encoding = RotaryEncoding((0.5, 0.25), scaling=2.0, interleaved=interleaved)
+    assert RotaryEncoding.from_dict(encoding.to_dict()) == encoding
+    assert RotaryEncoding((0.5,)) == RotaryEncoding((0.5,), scaling=1.0, interleaved=False)
+    keys, position = torch.randn(1, 1, 1, 5), torch.tensor([[3]])
+    rotated = encoding.apply(keys, position)[0, 0, 0]
+    for pair, frequency in enumerate(encoding.inv_freq):
+        at = [2 * pair, 2 * pair + 1] if interleaved else [pair, pair + 2]
+        turn = 2.0 * torch.polar(torch.tensor(1.0), torch.tensor(3 * frequency))
+        expected = torch.view_as_real(torch.complex(*keys[0, 0, 0, at]) * turn)
+        torch.testing.assert_close(rotated[at], expected)
+    assert rotated[4] == keys[0, 0, 0, 4]
+
+
+def test_half_precision_keys_are_turned_in_fp32_and_stay_half():
+    encoding = RotaryEncoding((1.0, 0.37))
+    keys, positions = torch.randn(1, 2, 4, 4).bfloat16(), torch.tensor([[0, 7, 300, 5000]])
+    expected = encoding.apply(keys.float(), positions).bfloat16()
+    torch.set_default_dtype(torch.bfloat16)  # as while a model is loaded in it
+    try:
+        assert torch.equal(encoding.apply(keys, positions), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Table(nn.Module):
+    """A rotary module with a table of cosines and sines, in each layout that models have."""
+
+    def __init__(self, inv_freq, layout, positions, scaling=1.0):
+        super().__init__()
+        angles = torch.arange(positions).float()[:, None] * torch.tensor(inv_freq)
+        if layout == "halves":
+            angles = torch.cat([angles, angles], dim=-1)
+        elif layout == "neighbours":
+            angles = angles.repeat_interleave(2, dim=-1)
+        self.cos, self.sin, self.layout, self.asked = angles.cos() * scaling, angles.sin() * scaling, layout, None
+
+    def forward(self, x, position_ids):
+        self.asked = position_ids[0].tolist()
+        cos, sin = self.cos[position_ids], self.sin[position_ids]
+        if self.layout == "complex":
+            return torch.complex(cos, sin)
+        return (sin, cos) if self.layout == "sines first" else (cos, sin)
+
+
+class Holder(nn.Module):
+    """As much of a model as is needed to find its rotary modules."""
+
+    def __init__(self, table, **config):
+        super().__init__()
+        self.rotary_emb, self.weight = table, nn.Parameter(torch.zeros(1))
+        self.config = PreTrainedConfig(**config)
+
+
+@pytest.mark.parametrize("layout", ["halves", "neighbours", "each once", "sines first", "complex"])
+@pytest.mark.parametrize("inv_freq", [(0.75,), (1.0, 0.31, 0.0123, 3e-5)], ids=["one pair", "four pairs"])
+def test_frequencies_are_read_from_every_layout_of_a_table(layout, inv_freq):
+    inv_freq = torch.tensor(inv_freq).tolist()  # as fp32 has them
+    found = find_rotary_encodings(Holder(Table(inv_freq, layout, 1025, 1.25), max_position_embeddings=1025))
+    assert [encoding.interleaved for encoding in found] == [False, True] * 2
+    for encoding, sign in zip(found, (1, 1, -1, -1), strict=True):
+        assert encoding.scaling == 1.25
+        assert encoding.inv_freq == pytest.approx([sign * frequency for frequency in inv_freq], rel=0, abs=5e-10)
+
+
+@pytest.mark.parametrize(
+    ("size", "last"), [(2, 1), (3, 2), (4, 2), (5, 4), (700, 512), (1025, 1024), (4000, 1024), (None, 512)]
+)
+def test_table_is_read_at_doublings_as_far_as_it_goes(size, last):
+    table = Table([0.5, 0.25], "halves", size or 1025)
+    found = find_rotary_encodings(Holder(table, **({"max_position_embeddings": size} if size else {})))
+    assert table.asked == [0, *itertools.takewhile(lambda position: position <= last, (2**k for k in range(20)))]
+    assert found[0].inv_freq == pytest.approx([0.5, 0.25], abs=1e-6)
 
 
 def test_probe_finds_the_position_kind_of_each_family():
