@@ -212,7 +212,7 @@ class Recipe:
 
     @functools.cached_property
     def translation(self) -> tuple[MoTOutput, int]:
-        """What a forward pass over the contexts of a batch gives, and the bytes that are kept for its backward pass."""
+        """What a forward pass over a batch of contexts gives, and the bytes kept for its backward pass."""
         outputs = []
         states = torch.empty(BATCH, CONTEXT, Widths.of(self.translator.config).source_dim, device="meta")
         kept = saved_bytes(lambda: outputs.append(self.translator(states)), self.translator)
@@ -220,7 +220,7 @@ class Recipe:
 
     @functools.cached_property
     def training_bytes(self) -> int:
-        """An estimate: both models in bf16, what is trained with gradients and AdamW, and what a backward pass needs."""
+        """Estimated: both models in bf16, the translator with gradients and AdamW, and what a backward pass keeps."""
         models = sum(2 * model.parameters for model in (self.source, self.target))
         translator = TRAINED_BYTES * self.parameters + self.translation[1]
         return models + translator + self.target.activation_bytes
@@ -236,8 +236,8 @@ class Recipe:
         depth = len(self.translator.target_geometry.layers)
         return (
             f"# Translates layers {layers[0]}-{layers[-1]} of the target's {depth}. Translator: {self.parameters:,} "
-            f"parameters\n# (hidden_size {config.hidden_size}, {config.num_attention_heads} heads). Training takes about "
-            f"{self.training_bytes / 2**30:.1f} GiB: a GPU of {self.gpu} GB.\n"
+            f"parameters\n# (hidden_size {config.hidden_size}, {config.num_attention_heads} heads). Training takes "
+            f"about {self.training_bytes / 2**30:.1f} GiB: a GPU of {self.gpu} GB.\n"
         )
 
 
