@@ -28,7 +28,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from hf_mot import MoTConfig, MoTModel
 from hf_mot.alignment_mot import align
 from hf_mot.compat_mot import cache_argument
-from hf_mot.modeling_mot import FIT_REPORT
+from hf_mot.pretrained_mot import FIT_REPORT
 
 PIECES = (
     *("🙂", "👩‍👩‍👧", "🇩🇪", "𝔘𝔫𝔦", "e\u0301", "\u0301", "שלום", "مرحبا", "\u202e", "\u200d", "日本語", "İ", "ﬁ", "ß"),
