@@ -380,6 +380,13 @@ def test_adapted_language_models_are_trained_between(pair, tmp_path):
     make_trainer(own, make_args(tmp_path), make_translator(pair), allow_variant=True).train()
 
 
+def test_report_says_how_a_run_ended_that_is_shorter_than_a_log(pair, uneven, tmp_path):
+    trainer = make_trainer(pair, make_args(tmp_path, max_steps=2, logging_steps=10), train_dataset=uneven)
+    trainer.train()
+    report = trainer.report()["training"]
+    assert report["losses"].keys() == {"cc", "pl"} and report["seconds"] > 0
+
+
 def test_usage_of_the_translators_is_logged(pair, uneven, tmp_path):
     size = {"num_translators": 2, "hidden_size": 8, "num_attention_heads": 2}
     mot = MoTModel.from_pair(**pair, **size)

@@ -59,10 +59,11 @@ def test_train_goes_on_from_a_fit_and_writes_a_translator(folder, command, tmp_p
     assert "trained 2 steps" in capsys.readouterr().out
     mot, fitted = MoTModel.from_pretrained(out), MoTModel.from_pretrained(folder / "fitted")
     change = (mot.translator.up.weight - fitted.translator.up.weight).abs().max()
-    assert 0 < change < 1e-3  # two steps at a learning rate of 1e-4
+    assert 0 < change < 1e-5  # two steps at a hundredth of the learning rate of 1e-4
     report = json.loads((tmp_path / "report.json").read_text())
     assert report == mot.fit_report and report["ridge"] == fitted.fit_report["ridge"]
     training = report["training"]
+    assert training["settings"]["linear_learning_rate"] == pytest.approx(1e-6)
     assert training["steps"] == 2 and training["held_out"]["loss"] > 0
     assert training["corpus"][0]["name"] == "train.txt" and str(tmp_path) not in json.dumps(report)
     card = (out / "README.md").read_text()

@@ -53,7 +53,9 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, metavar="B", help="sequences a forward pass [4]")
     parser.add_argument("--accumulation", type=int, metavar="N", help="forward passes a step [4]")
     parser.add_argument("--learning-rate", type=float, metavar="X", help="learning rate of AdamW [1e-4]")
-    parser.add_argument("--linear-learning-rate", type=float, metavar="X", help="of the linear path [the same]")
+    parser.add_argument(
+        "--linear-learning-rate", type=float, metavar="X", help="of the linear path [the same; with --init 1/100]"
+    )
     parser.add_argument("--eval-text", nargs="+", metavar="FILE", help="held-out text to measure on in between")
     parser.add_argument(
         "--eval-steps", type=int, default=100, metavar="N", help="steps between two measurements [100]"
@@ -80,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
     from hf_mot.training import MoTTrainer, TextDataset, TextFiles
     from hf_mot.training.checkpoints import check_run, last_checkpoint
+    from hf_mot.training.optimizer import linear_path
     from hf_mot.training.trainer import VARIANCE_EXAMPLES
 
     settings = translator_settings(args)
@@ -92,6 +95,9 @@ def run(args: argparse.Namespace) -> int:
     if states is None or held_out is not None:  # captured states stand for the source
         pair |= {"source": load_model(args.source, dtype=args.dtype), "source_tokenizer": load_tokenizer(args.source)}
     model = _translator(args, pair, states, init, settings)
+    if init is not None and training.linear_learning_rate is None and any(True for _ in linear_path(model)):
+        # Its inputs have scales of their own: at the full rate, Adam's first steps undo what was fitted.
+        training.linear_learning_rate = training.learning_rate / 100
     if states is None:
         examples = TextDataset.from_args(text, pair["target_tokenizer"], training)
         examples.head(VARIANCE_EXAMPLES)  # the trainer's; text without any is an error now, not after the first steps

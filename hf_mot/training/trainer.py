@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_utils import unwrap_peft_model
 
 from hf_mot.contract_mot import check_model, check_tokenizer
@@ -128,6 +128,7 @@ class MoTTrainer(Trainer):
         self._variances: dict[str, list[float]] | None = None
         self._meters = {True: Meter(), False: Meter()}  # in training, in evaluation
         self._usage = RouterUsage(self.model)
+        self.add_callback(_LogLastStep())
         self._clock = time.perf_counter()
 
     @property
@@ -252,6 +253,13 @@ class MoTTrainer(Trainer):
                 f"{', '.join(batch['documents'])}. Check the dtypes of both models and the translator's weights, or "
                 "lower `learning_rate`."
             )
+
+
+class _LogLastStep(TrainerCallback):
+    """The report says how a run ended, whenever its last log was due."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_log |= state.global_step >= state.max_steps
 
 
 def kind(loss: str) -> str:
