@@ -1,5 +1,6 @@
 """What a recipe of examples/recipes trains, and what that takes: models without weights, on the meta device."""
 
+import copy
 import functools
 import subprocess
 from argparse import Namespace
@@ -92,22 +93,32 @@ class Model:
 
 @functools.cache
 def build(name: str) -> Model:
-    """A model of the Hub, without its weights. Cache shapes are what its own forward pass gives."""
+    """A model of the Hub, without its weights. The shapes of its cache are what its own forward pass gives."""
     published = MODELS[name]
     config = _config(published)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
-        cache = DynamicCache()
+        model = AutoModelForCausalLM.from_config(config)
+    (one, cache), (two, _) = (training_pass(config, layers) for layers in (1, 2))
+    contract = _contract(name, geometry(model, cache, probe(shrunk(published))))
+    parameters = sum(weight.numel() for weight in model.parameters())
+    return Model(contract, parameters, one + (config.num_hidden_layers - 1) * (two - one))
 
-        def read() -> None:
+
+def training_pass(config: PreTrainedConfig, layers: int) -> tuple[int, DynamicCache]:
+    """Runs the lowest layers alone, in bf16, over a batch whose embeddings stand for the translation: the bytes that
+    are kept for the backward pass, and the cache. Every further layer keeps as much as the second one."""
+    config, cache = copy.deepcopy(config), DynamicCache()
+    config.num_hidden_layers = layers
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+
+        def run() -> None:
             ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-            embeddings = model.get_input_embeddings()(ids).requires_grad_()  # stands for the translation
+            embeddings = model.get_input_embeddings()(ids).requires_grad_()
             logits = model(inputs_embeds=embeddings, **{cache_argument(model): cache}).logits
             F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
 
-        activation_bytes = saved_bytes(read, model)
-    contract = _contract(name, geometry(model, cache, probe(shrunk(published))))
-    return Model(contract, sum(weight.numel() for weight in model.parameters()), activation_bytes)
+        return saved_bytes(run, model), cache
 
 
 def _config(published: Published, **changes) -> PreTrainedConfig:
@@ -133,19 +144,16 @@ def shrunk(published: Published) -> PreTrainedModel:
 
 
 def geometry(model: PreTrainedModel, cache: DynamicCache, kind: ModelGeometry) -> ModelGeometry:
-    """Geometry of a model on the meta device from a cache that it filled, its positions as those of `kind`, the probe
-    of a small one."""
-    like = kind.layers[0]  # in these families every layer carries positions alike
-    layers = tuple(
-        replace(like, kv_heads=layer.keys.shape[1], key_dim=layer.keys.shape[-1], value_dim=layer.values.shape[-1])
-        for layer in cache.layers
-    )
+    """Geometry of a model on the meta device: every layer's cache as the first of `cache`, positions as those of
+    `kind`, the probe of a small one."""
+    keys, values = cache.layers[0].keys, cache.layers[0].values
+    layer = replace(kind.layers[0], kv_heads=keys.shape[1], key_dim=keys.shape[-1], value_dim=values.shape[-1])
     embeddings = model.get_input_embeddings().weight
     return replace(
         kind,
-        layers=layers,
+        layers=(layer,) * model.config.num_hidden_layers,
         embedding_dim=embeddings.shape[-1],
-        attention_dim=model.config.num_attention_heads * layers[0].key_dim,
+        attention_dim=model.config.num_attention_heads * layer.key_dim,
         decoder_parameters=sum(w.numel() for w in decoder_of(model).parameters() if w is not embeddings),
         max_positions=model.config.max_position_embeddings,
     )
@@ -212,7 +220,7 @@ class Recipe:
 
     @functools.cached_property
     def translation(self) -> tuple[MoTOutput, int]:
-        """What a forward pass over a batch of contexts gives, and the bytes kept for its backward pass."""
+        """What a forward pass over a batch of contexts gives, and the bytes that are kept for its backward pass."""
         outputs = []
         states = torch.empty(BATCH, CONTEXT, Widths.of(self.translator.config).source_dim, device="meta")
         kept = saved_bytes(lambda: outputs.append(self.translator(states)), self.translator)
@@ -220,7 +228,7 @@ class Recipe:
 
     @functools.cached_property
     def training_bytes(self) -> int:
-        """Estimated: both models in bf16, the translator with gradients and AdamW, and what a backward pass keeps."""
+        """An estimate: both models in bf16, trained weights with gradients and AdamW, what a backward pass keeps."""
         models = sum(2 * model.parameters for model in (self.source, self.target))
         translator = TRAINED_BYTES * self.parameters + self.translation[1]
         return models + translator + self.target.activation_bytes

@@ -15,6 +15,7 @@ from recipes import (
     geometry,
     render,
     shrunk,
+    training_pass,
 )
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -102,7 +103,7 @@ def test_head_says_what_it_takes(recipe):
 @each_recipe
 def test_search_in_the_head_is_of_the_same_translator(recipe):
     lines = [line.removeprefix("#") for line in recipe.text.splitlines() if line.startswith("#     ")]
-    words = shlex.split("\n".join(lines))
+    words = shlex.split("\n".join(lines).replace("\\\n", " "))
     assert words[0] == "hf-mot"
     search = parse(words[1:])
     assert search.command == "search-channels" and search.eval_text
@@ -127,13 +128,23 @@ def test_model_has_the_published_number_of_parameters(name):
     assert build(name).parameters == MODELS[name].parameters
 
 
-@pytest.mark.parametrize("name", {published.model_type: name for name, published in MODELS.items()}.values())
+ONE_OF_EACH_KIND = {published.model_type: name for name, published in MODELS.items()}.values()
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_geometry_without_weights_is_what_the_probe_finds(name):
     model = shrunk(MODELS[name])
     with torch.device("meta"):
         bare, cache = AutoModelForCausalLM.from_config(model.config), DynamicCache()
         run_decoder(bare, torch.zeros(1, 4, dtype=torch.long), cache)
     assert geometry(bare, cache, probe(model)) == probe(model)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
+def test_every_layer_keeps_as_much_as_the_second(name):
+    (one, _), (two, _), (four, _) = (training_pass(shrunk(MODELS[name]).config, layers) for layers in (1, 2, 4))
+    assert four == one + 3 * (two - one)
+    assert two > one
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 #!/bin/sh
-# google/gemma-2-2b -> meta-llama/Llama-3.2-1B: a Mixture-of-Translators in the paper's form, by its recipe (E.1).
+# google/gemma-2-2b -> meta-llama/Llama-3.2-1B: the paper's Mixture-of-Translators, by its recipe (E.1).
 #
 # Translates layers 5-9 of the target's 16. Translator: 308,733,956 parameters
 # (hidden_size 1024, 16 heads). Training takes about 13.3 GiB: a GPU of 24 GB.

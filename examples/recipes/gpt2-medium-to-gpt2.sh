@@ -1,5 +1,5 @@
 #!/bin/sh
-# openai-community/gpt2-medium -> openai-community/gpt2: a Mixture-of-Translators in the paper's form, by its recipe (E.1).
+# openai-community/gpt2-medium -> openai-community/gpt2: the paper's Mixture-of-Translators, by its recipe (E.1).
 #
 # Translates layers 4-7 of the target's 12. Translator: 256,221,188 parameters
 # (hidden_size 1024, 16 heads). Training takes about 5.5 GiB: a GPU of 8 GB.

@@ -1,5 +1,5 @@
 #!/bin/sh
-# openai-community/gpt2 -> openai-community/gpt2-medium: a Mixture-of-Translators in the paper's form, by its recipe (E.1).
+# openai-community/gpt2 -> openai-community/gpt2-medium: the paper's Mixture-of-Translators, by its recipe (E.1).
 #
 # Translates layers 10-13 of the target's 24. Translator: 271,935,492 parameters
 # (hidden_size 1024, 16 heads). Training takes about 6.1 GiB: a GPU of 16 GB.

@@ -1,5 +1,5 @@
 #!/bin/sh
-# openai-community/gpt2-xl -> openai-community/gpt2-large: a Mixture-of-Translators in the paper's form, by its recipe (E.1).
+# openai-community/gpt2-xl -> openai-community/gpt2-large: the paper's Mixture-of-Translators, by its recipe (E.1).
 #
 # Translates layers 12-22 of the target's 36. Translator: 1,667,566,084 parameters
 # (hidden_size 1280, 20 heads). Training takes about 32.0 GiB: a GPU of 80 GB.

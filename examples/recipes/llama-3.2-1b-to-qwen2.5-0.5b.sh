@@ -1,5 +1,5 @@
 #!/bin/sh
-# meta-llama/Llama-3.2-1B -> Qwen/Qwen2.5-0.5B: a Mixture-of-Translators in the paper's form, by its recipe (E.1).
+# meta-llama/Llama-3.2-1B -> Qwen/Qwen2.5-0.5B: the paper's Mixture-of-Translators, by its recipe (E.1).
 #
 # Translates layers 9-13 of the target's 24. Translator: 267,262,468 parameters
 # (hidden_size 1024, 16 heads). Training takes about 8.6 GiB: a GPU of 16 GB.

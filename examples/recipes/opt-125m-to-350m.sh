@@ -1,5 +1,5 @@
 #!/bin/sh
-# facebook/opt-125m -> facebook/opt-350m: a Mixture-of-Translators in the paper's form, by its recipe (E.1).
+# facebook/opt-125m -> facebook/opt-350m: the paper's Mixture-of-Translators, by its recipe (E.1).
 #
 # Translates layers 10-13 of the target's 24. Translator: 271,935,492 parameters
 # (hidden_size 1024, 16 heads). Training takes about 5.8 GiB: a GPU of 8 GB.

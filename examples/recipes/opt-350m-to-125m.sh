@@ -1,5 +1,5 @@
 #!/bin/sh
-# facebook/opt-350m -> facebook/opt-125m: a Mixture-of-Translators in the paper's form, by its recipe (E.1).
+# facebook/opt-350m -> facebook/opt-125m: the paper's Mixture-of-Translators, by its recipe (E.1).
 #
 # Translates layers 4-7 of the target's 12. Translator: 256,221,188 parameters
 # (hidden_size 1024, 16 heads). Training takes about 5.3 GiB: a GPU of 8 GB.

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Qwen/Qwen2.5-0.5B -> Qwen/Qwen2.5-0.5B: a Mixture-of-Translators in the paper's form, by its recipe (E.1).
+# Qwen/Qwen2.5-0.5B -> Qwen/Qwen2.5-0.5B: the paper's Mixture-of-Translators, by its recipe (E.1).
 #
 # Translates layers 8-14 of the target's 24. Translator: 379,046,404 parameters
 # (hidden_size 1024, 16 heads). Training takes about 9.0 GiB: a GPU of 16 GB.

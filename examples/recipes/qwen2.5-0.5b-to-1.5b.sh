@@ -1,5 +1,5 @@
 #!/bin/sh
-# Qwen/Qwen2.5-0.5B -> Qwen/Qwen2.5-1.5B: a Mixture-of-Translators in the paper's form, by its recipe (E.1).
+# Qwen/Qwen2.5-0.5B -> Qwen/Qwen2.5-1.5B: the paper's Mixture-of-Translators, by its recipe (E.1).
 #
 # Translates layers 10-16 of the target's 28. Translator: 404,740,100 parameters
 # (hidden_size 1024, 16 heads). Training takes about 12.0 GiB: a GPU of 24 GB.

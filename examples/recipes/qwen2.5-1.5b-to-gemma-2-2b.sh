@@ -1,5 +1,5 @@
 #!/bin/sh
-# Qwen/Qwen2.5-1.5B -> google/gemma-2-2b: a Mixture-of-Translators in the paper's form, by its recipe (E.1).
+# Qwen/Qwen2.5-1.5B -> google/gemma-2-2b: the paper's Mixture-of-Translators, by its recipe (E.1).
 #
 # Translates layers 9-16 of the target's 26. Translator: 672,765,956 parameters
 # (hidden_size 1024, 16 heads). Training takes about 20.7 GiB: a GPU of 40 GB.
