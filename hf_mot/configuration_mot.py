@@ -186,6 +186,10 @@ class MoTConfig(PreTrainedConfig):
                 f"`top_k` must be at most `num_translators` {self.num_translators}, got {self.top_k}. Choose fewer "
                 "translators a token, or more of them."
             )
+        if self.trunk and self.linear_path:
+            raise ValueError(
+                "`trunk` and `linear_path` exclude each other: a trunk is the linear path. Set one of them."
+            )
         if self.trunk and (self.method != "mot" or self.rank is None):
             raise ValueError(
                 f"`trunk` needs `method` 'mot' and a `rank`, the channels that its translators work in, got "

@@ -16,12 +16,10 @@ from .alignment_mot import Alignment, align, tokenize_with_spans
 from .cache_mot import TranslatedCache
 from .capture_mot import prefill, read_cache
 from .channels_mot import channels
-from .compat_mot import run_decoder  # noqa: F401  older transformers ship only the files that this one imports
 from .configuration_mot import MoTConfig
 from .contract_mot import check_contract, check_model, check_tokenizer, describe_model
 from .generation_mot import attach
 from .geometry_mot import ModelGeometry
-from .positions_mot import RotaryEncoding  # noqa: F401  likewise
 from .pretrained_mot import MoTPreTrainedModel
 from .replay_mot import ReplayPlan, replay
 from .rows_mot import check_rows, left_pad, unpad
@@ -34,7 +32,8 @@ class MoTOutput(ModelOutput):
     Output of [`MoTModel`].
 
     Args:
-        key_states (`tuple[torch.Tensor, ...]`): Position-free keys per translated target layer.
+        key_states (`tuple[torch.Tensor, ...]`): Keys per translated target layer, position-free unless the config
+            says otherwise (`position_free`).
         value_states (`tuple[torch.Tensor, ...]`): Values per translated target layer.
     """
 
@@ -86,6 +85,11 @@ class MoTModel(MoTPreTrainedModel):
             depth = len(geometry.layers)
             if not set(layers) <= set(range(depth)):
                 raise ValueError(f"`{name}` must lie in 0..{depth - 1}, got {layers}.")
+        if config.method == "identity" and config.source_layers != self.target_layers:
+            raise ValueError(
+                f"`source_layers` of an identity translator must be the layers that it hands through, "
+                f"{self.target_layers}, got {config.source_layers}."
+            )
         if not config.source_layers and not config.embedding_window:
             raise ValueError("`source_layers` and `embedding_window` are both empty: there is nothing to read.")
         self.plan()  # refuses a default plan that these layers are too few for
@@ -115,8 +119,10 @@ class MoTModel(MoTPreTrainedModel):
         Copies the weights of a closed-form translator into this one's linear path, so that training starts there.
 
         Raises:
-            `ValueError`: this translator has no linear path, or one of other sizes.
+            `ValueError`: this translator has no linear path, or one of other sizes; `closed_form` is none.
         """
+        if closed_form.config.method != "reduced_rank":
+            raise ValueError(f"`closed_form` must be a closed form (reduced_rank), got {closed_form.config.method}.")
         path = self.translator if self.config.trunk else getattr(self.translator, "linear", None)
         if self.config.method == "reduced_rank":
             path = self.translator
@@ -356,7 +362,8 @@ class MoTModel(MoTPreTrainedModel):
         Translates states, tensors in, tensors out.
 
         Args:
-            source_states (`torch.Tensor`): Aligned position-free states of the source layers, `[batch, seq, width]`.
+            source_states (`torch.Tensor`): Aligned states of the source layers, `[batch, seq, width]`, as
+                [`prepare`] gathers them.
             embeddings (`torch.Tensor`): Window of target token embeddings, `[batch, seq, embedding_window * dim]`.
             attention_mask (`torch.Tensor`, *optional*): `[batch, seq]`, 0 on the pads of left-padded rows.
         """

@@ -1,8 +1,8 @@
 """The translator modules: tensors in, tensors out. They know nothing of language models, tokenizers or caches.
 
 Shapes: source states `[batch, seq, source width]`, embeddings `[batch, seq, embedding width]` (the causal window of
-the target's token embeddings, own token first), output `[batch, seq, target width]`: per target layer position-free
-keys, then raw values. `attention_mask` is `[batch, seq]`, 0 on the pads of left-padded rows.
+the target's token embeddings, own token first), output `[batch, seq, target width]`: per target layer keys, then
+values. `attention_mask` is `[batch, seq]`, 0 on the pads of left-padded rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -137,8 +137,8 @@ class Refinement(nn.Module):
 class MixtureTranslator(nn.Module):
     """
     Mixture-of-Translators as the paper has it (3.1, C.2): keys and values are translated apart, each from one slot a
-    channel; one gate over both chooses a token's translators. The embedding window, if any, is one more slot, the
-    first.
+    channel and by translators of its own, which a gate over all that is read chooses for each token. The embedding
+    window, if any, is one more slot, the first.
 
     Args:
         widths ([`Widths`]): What is read and written.

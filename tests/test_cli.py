@@ -234,6 +234,7 @@ def test_fit_refuses_a_full_folder_before_any_work(folder, fit_command, translat
     ("change", "message"),
     [
         (["--method", "reduced_rnk"], "`--method` is 'reduced_rnk'. Did you mean reduced_rank?"),
+        (["--method", "mot"], "`--method` is 'mot'. Choose from reduced_rank"),
         (["--text", "no_such_file.txt"], "no_such_file.txt, which does not exist"),
         (["--json", "no_such_folder/fit.json"], "`--json` names a file in a folder that does not exist"),
     ],

@@ -400,6 +400,11 @@ def test_usage_of_the_translators_is_logged(pair, uneven, tmp_path):
         side.router(torch.randn(1, 2, side.router.norm.normalized_shape[0]))
     assert usage.drain() == pytest.approx({"router_cv2": (1 + 0) / 2, "router_entropy": (0 + math.log(2)) / 2})
     assert usage.drain() == {}
+    mot = MoTModel.from_pair(**pair, **size, embedding_window=1).train()
+    usage, widths = RouterUsage(mot), mot.translator.widths
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    mot(torch.randn(2, 4, widths.source_dim), torch.randn(2, 4, widths.embeddings), mask)
+    assert [counts.sum() for counts in usage.counts.values()] == [6, 6]  # a pad chooses nothing
     trainer = make_trainer(pair, make_args(tmp_path, max_steps=1), MoTModel.from_pair(**pair, **size))
     trainer.train()
     assert 0 <= trainer.state.log_history[0]["router_entropy"] <= math.log(2) + 1e-6

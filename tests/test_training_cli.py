@@ -71,6 +71,13 @@ def test_train_goes_on_from_a_fit_and_writes_a_translator(folder, command, tmp_p
     assert AutoModel.from_pretrained(out, trust_remote_code=True).config.rank == 8
 
 
+def test_train_keeps_weights_in_fp32_whatever_it_starts_from(folder, command, tmp_path):
+    MoTModel.from_pretrained(folder / "fitted").bfloat16().save_pretrained(tmp_path / "half")
+    assert main([*command, "--init", str(tmp_path / "half"), "--out", str(tmp_path / "out")]) == 0
+    assert MoTModel.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+    assert MoTModel.from_pretrained(tmp_path / "out").dtype == torch.float32
+
+
 def test_train_goes_on_where_it_was_killed(command, tmp_path, capsys, monkeypatch):
     """And not where its settings are others."""
     save = MoTTrainer._save_rng_state

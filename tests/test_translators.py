@@ -173,6 +173,8 @@ def test_training_starts_where_the_closed_form_ends(pair, fields):
         torch.testing.assert_close(ours.values, theirs.values)
     with pytest.raises(ValueError, match="`closed_form` was fitted with `rank` 8, but this translator has 4"):
         MoTModel(MoTConfig(**config | {"rank": 4})).load_linear_path(closed_form)
+    with pytest.raises(ValueError, match="`closed_form` must be a closed form.*got (mot|mlp)"):
+        mot.load_linear_path(mot)
     with pytest.raises(ValueError, match="has no linear path"):
         make(pair, method="mot").load_linear_path(closed_form)
 
@@ -246,6 +248,8 @@ def test_flops_count_every_product(pair):
         ({"num_translators": 2, "top_k": 3}, "`top_k` must be at most `num_translators` 2, got 3"),
         ({"num_attention_heads": 3}, "`hidden_size` must be a multiple of `num_attention_heads` 3, got 8"),
         ({"trunk": True, "rank": None}, "`trunk` needs `method` 'mot' and a `rank`"),
+        ({"trunk": True, "linear_path": True, "rank": 4}, "`trunk` and `linear_path` exclude each other"),
+        ({"method": "identity", "target_layers": [1]}, r"identity translator must be.*\[1\], got \[0, 2\]"),
         ({"target_layers": [0, 2]}, r"`target_layers` must be contiguous layers, each once.*got \[0, 2\]"),
         ({"target_layers": [1, 1]}, r"`target_layers` must be contiguous layers, each once.*got \[1, 1\]"),
         ({"target_layers": []}, r"`target_layers` must be contiguous.*got \[\]"),

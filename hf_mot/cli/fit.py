@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> int:
     # Cheap checks come first: a typo must not cost a download or an hour.
     check_output_file(args.json, "--json")
     _check_out(args.out, args.overwrite)
+    check_choice(args.method, ("reduced_rank",), "--method")  # others are trained
     check_choice(args.key_metric, ("plain", "query"), "--key-metric")
     sensitivity = None if args.sensitivity is None else read_json(args.sensitivity, "--sensitivity")
     if sensitivity is None and args.sensitivity_power is not None:
         raise ValueError("`--sensitivity-power` has no effect without `--sensitivity`. Give both, or neither.")
 
-    from hf_mot.configuration_mot import METHODS
     from hf_mot.contract_mot import describe_model
     from hf_mot.data.documents import read_documents
     from hf_mot.evaluation import save_report
@@ -64,7 +64,6 @@ def run(args: argparse.Namespace) -> int:
     from hf_mot.hub.card import render_card
     from hf_mot.hub.resolve import load_model, load_tokenizer
 
-    check_choice(args.method, [method for method in METHODS if method != "identity"], "--method")
     documents = read_documents(args.text, lines=args.lines)
     eval_documents = read_documents(args.eval_text, lines=args.lines) if args.eval_text else None
     options = {

@@ -90,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
     text = None if args.text is None else TextFiles(args.text, args.lines)
     held_out = None if args.eval_text is None else TextFiles(args.eval_text, args.lines)
     states = None if args.states is None else StatesDataset(args.states)
-    init, no_source = (None if name is None else load_translator(name) for name in (args.init, args.no_source))
+    # Small steps are lost in the bf16 that a translator may be published in.
+    init = None if args.init is None else load_translator(args.init).float()
+    no_source = None if args.no_source is None else load_translator(args.no_source)
     pair = {"target": load_model(args.target, dtype=args.dtype), "target_tokenizer": load_tokenizer(args.target)}
     if states is None or held_out is not None:  # captured states stand for the source
         pair |= {"source": load_model(args.source, dtype=args.dtype), "source_tokenizer": load_tokenizer(args.source)}

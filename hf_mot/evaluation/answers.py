@@ -25,17 +25,6 @@ def wrap(cache, mask: torch.Tensor, sliding: bool) -> TranslatedCache:
     return TranslatedCache(keys, values, mask, sliding=sliding)
 
 
-def choose_rows(cache: TranslatedCache, rows: list[int]) -> TranslatedCache:
-    """The contexts of some rows, in that order; a row may come several times."""
-    chosen = cache.fork()
-    for layer in chosen.layers:
-        index = torch.tensor(rows, device=layer.keys.device)
-        layer.keys, layer.values = layer.keys[index], layer.values[index]
-    chosen.prefix_mask = cache.prefix_mask[torch.tensor(rows, device=cache.prefix_mask.device)]
-    chosen.is_fork = False
-    return chosen
-
-
 def right_pad(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of ids as one right-padded tensor and its mask, `[batch, longest]`."""
     ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
@@ -54,14 +43,7 @@ def read_on(model: PreTrainedModel, cache: TranslatedCache, rows: list[list[int]
     mask = torch.cat([cache.prefix_mask.to(mask), mask], dim=1)
     fork = cache.fork()
     run_decoder(model, ids, fork, mask, positions_from_mask(mask)[:, -ids.shape[1] :])
-    order = mask.sort(dim=1, stable=True).indices
-    order = order[:, order.shape[1] - int(mask.sum(dim=1).max()) :]
-    for layer in fork.layers:
-        index = order.to(layer.keys.device)[:, None, :, None]
-        layer.keys, layer.values = (
-            part.gather(2, index.expand(-1, part.shape[1], -1, part.shape[3])) for part in (layer.keys, layer.values)
-        )
-    return wrap(fork, mask.gather(1, order), cache.sliding)
+    return wrap(fork, mask, cache.sliding).packed()
 
 
 def prompt_logits(

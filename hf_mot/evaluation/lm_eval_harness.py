@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.contract_mot import check_model, check_tokenizer
-from hf_mot.evaluation.answers import choose_rows, cross_entropy, prompt_logits
+from hf_mot.evaluation.answers import cross_entropy, prompt_logits
 from hf_mot.evaluation.arms import ARMS, Models, translated, wrong_source
 from hf_mot.evaluation.requests import Request, chunks, compile_splits, read_requests, split_ids
 from hf_mot.generation_mot import attach
@@ -173,7 +173,7 @@ class TranslatedLM(TemplateLM):
             for rows, cache in read_requests(self.models, self.arm, split, self.batch_size):
                 pairs = [(place, index) for place, row in enumerate(rows) for index in members[row]]
                 for part in chunks(pairs, self.batch_size):
-                    chosen = choose_rows(cache, [place for place, _ in part])
+                    chosen = cache.rows(torch.tensor([place for place, _ in part]))
                     continuations = [[split[rows[place]].prompt_ids[-1], *requests[index][2]] for place, index in part]
                     logits, ids = prompt_logits(self.models.target, chosen, continuations)
                     labels = ids[:, 1:]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from hf_mot.evaluation.answers import choose_rows, greedy_answers, read_on, token_losses
+from hf_mot.evaluation.answers import greedy_answers, read_on, token_losses
 from hf_mot.evaluation.arms import ARMS, Batch, Models
 from hf_mot.evaluation.measure import grouped
 from hf_mot.evaluation.metrics import better_by, compare, mean_with_interval
@@ -135,7 +135,7 @@ class Scorer:
         losses = iter(
             token_losses(
                 model,
-                choose_rows(cache, [row for row, _ in pairs]),
+                cache.rows(torch.tensor([row for row, _ in pairs])),
                 [[last_ids[row], *ids] for row, ids in pairs],
             )
         )

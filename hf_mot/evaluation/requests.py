@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from hf_mot.alignment_mot import decode_with_spans
 from hf_mot.cache_mot import TranslatedCache
-from hf_mot.evaluation.answers import choose_rows, read_on
+from hf_mot.evaluation.answers import read_on
 from hf_mot.evaluation.arms import ARMS, Batch, Models
 
 logger = logging.get_logger(__name__)
@@ -105,7 +105,9 @@ def read_requests(
         cache = ARMS[arm].cache(Batch(models, own, other))
         pairs = [(row, index) for row, place in enumerate(places) for index in members[place]]
         for part in chunks(pairs, batch_size):
-            yield _read_prompts(models, choose_rows(cache, [row for row, _ in part]), requests, [i for _, i in part])
+            yield _read_prompts(
+                models, cache.rows(torch.tensor([row for row, _ in part])), requests, [i for _, i in part]
+            )
     device = models.target.get_input_embeddings().weight.device
     for indices in chunks(whole, batch_size):
         nothing = TranslatedCache([], [], torch.ones(len(indices), 0, dtype=torch.long, device=device))
