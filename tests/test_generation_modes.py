@@ -210,7 +210,7 @@ def test_cache_implementation_is_refused(own, where):
 
 
 @pytest.mark.parametrize("where", ["call", "config", "positional", "model"])
-def test_max_length_counts_the_ids_that_were_passed(own, where):
+def test_max_length_counts_the_ids_that_were_passed(own, where, caplog):
     prompt = prompt_of(own, PROMPT)
     length = prompt["input_ids"].shape[1] + 3
     cache = translated(own, make_documents(1, 12)[0])
@@ -228,6 +228,7 @@ def test_max_length_counts_the_ids_that_were_passed(own, where):
         assert own["target"].generation_config.max_length == length
     assert config.max_length == length
     assert out.shape[1] == length
+    assert "together with generation-related arguments" not in caplog.text  # deprecated: options beside a config
 
 
 @pytest.mark.parametrize("where", ["call", "config", "model"])
