@@ -202,6 +202,34 @@ def test_spaces_that_a_tokenizer_drops_belong_to_a_token_beside_them(text, ends)
     assert [spans[starts[1] - 1][1], spans[-1][1]] == ends
 
 
+@pytest.mark.parametrize("text", ["The CAFÉ", "É日🙂 X", "A🙂🙂", "日B"])
+def test_a_text_that_is_changed_has_the_spans_of_what_it_is_changed_to(text):
+    tokenizer = lowercase()
+    assert tokenize_with_spans(tokenizer, text) == tokenize_with_spans(tokenizer, text.lower())
+
+
+def test_a_mark_put_before_a_word_shares_the_first_character_of_it():
+    """A decoder that writes it as a space gives back another text, so that only the offsets tell."""
+    tokenizer = unigram()
+    steps = [pre_tokenizers.Punctuation(), pre_tokenizers.Metaspace()]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    ids, spans = tokenize_with_spans(tokenizer, "日.🙂")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["▁", "日", "▁", ".", "▁", "🙂"]
+    assert spans == [(0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 3)]
+
+
+def test_contexts_are_tokenized_without_special_tokens_and_without_a_warning_of_their_length(caplog):
+    tokenizer = byte_level()
+    ids = tokenize_with_spans(tokenizer, LINES[0])[0]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    )
+    tokenizer.model_max_length = 4
+    assert len(tokenizer(LINES[0])["input_ids"]) == len(ids) + 2 and "4" in caplog.text
+    caplog.clear()
+    assert tokenize_with_spans(tokenizer, LINES[0])[0] == ids and not caplog.text
+
+
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_pieces_of_a_character_cover_the_whole_character(tokenizers, name, text):
@@ -311,6 +339,7 @@ def test_ids_from_inside_a_document_keep_their_leading_space(tokenizers, name):
     back = align(target, canonical(target, text), tokenizer, inside)
     assert back.text == text
     assert back.target_ids == inside
+    assert back.source_index == align_spans(tokenize_with_spans(target, text)[1], in_text)
 
 
 def test_without_a_given_text_the_leading_space_of_target_ids_is_set_aside(tokenizers):
@@ -404,8 +433,9 @@ def test_a_decoder_that_looks_ahead_takes_only_the_tokenizers_own_ids(tokenizers
         "`{}` must be the tokenizer's own ids for their text, because the decoder of TokenizersBackend does not work "
         "token by token, but they are others. Pass the ids that it gives for the whole context."
     )
-    with refused(message.format("source_input_ids")):
-        align(source, other_ids, tokenizers["byte_level"])
+    for given in (None, text, "  " + text):
+        with refused(message.format("source_input_ids")):
+            align(source, other_ids, tokenizers["byte_level"], text=given)
     with refused(message.format("input_ids")):
         decode_with_spans(source, other_ids)
 
@@ -444,6 +474,11 @@ def test_an_empty_context_is_an_error(tokenizers):
             "text. Pass the ids of a context."
         ):
             align(source, ids, target)
+    message = "`source_input_ids` must hold text, but the context is empty: 1 ids, none of which decodes to text."
+    with pytest.raises(ValueError, match=message):  # leading spaces of a text are set aside
+        align(source, [source.bos_token_id], target, text="  ")
+    with pytest.raises(ValueError, match=message):  # "▁", whose space is dropped
+        align(tokenizers["dropped_space"], canonical(tokenizers["dropped_space"], "x")[:1], target)
     with refused("`text` must not be empty: there is no context to translate. Pass the text of the context."):
         align(source, [source.bos_token_id], target, text="")
     with pytest.raises(ValueError, match="`target_input_ids` must decode to the context's text"):
@@ -483,6 +518,14 @@ def test_a_difference_is_counted_without_leading_spaces_and_shown_in_part(tokeni
         "'cat sleeps on in the'. Pass",
     ):
         align(source, canonical(source, ours + dog), target, text=theirs + cat)
+
+
+@pytest.mark.parametrize("start", ["\n", "X", "XX X"])
+def test_only_leading_spaces_are_set_aside(tokenizers, start):
+    source, target = tokenizers["byte_level"], tokenizers["byte_fallback"]
+    for ours, theirs in ((start, ""), ("", start)):
+        with pytest.raises(ValueError, match="`source_input_ids` must decode to `text` .* but at character 0"):
+            align(source, canonical(source, ours + "the dog"), target, text=theirs + "the dog")
 
 
 @pytest.mark.parametrize(("ids", "shown"), [([40, -1], "-1 to 40"), ([2**32, 41], f"41 to {2**32}")])

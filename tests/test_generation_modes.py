@@ -210,7 +210,7 @@ def test_cache_implementation_is_refused(own, where):
 
 
 @pytest.mark.parametrize("where", ["call", "config", "positional", "model"])
-def test_max_length_counts_the_ids_that_were_passed(own, where):
+def test_max_length_counts_the_ids_that_were_passed(own, where, caplog):
     prompt = prompt_of(own, PROMPT)
     length = prompt["input_ids"].shape[1] + 3
     cache = translated(own, make_documents(1, 12)[0])
@@ -228,22 +228,27 @@ def test_max_length_counts_the_ids_that_were_passed(own, where):
         assert own["target"].generation_config.max_length == length
     assert config.max_length == length
     assert out.shape[1] == length
+    assert "together with generation-related arguments" not in caplog.text  # deprecated: options beside a config
 
 
 @pytest.mark.parametrize("where", ["call", "config", "model"])
 def test_min_length_counts_the_ids_that_were_passed(own, where):
-    text, prompt = make_documents(1, 12)[0], prompt_of(own, PROMPT)
-    end = {"eos_token_id": native(own, history(own, text))[0], "pad_token_id": own["target_tokenizer"].pad_token_id}
-    expected = native(own, history(own, text), min_new_tokens=3, **end)
-    length = prompt["input_ids"].shape[1] + 3
-    options = {**end, "min_length": length, "max_new_tokens": NEW, "do_sample": False}
-    if where == "config":
-        options = {"generation_config": GenerationConfig(**options)}
-    elif where == "model":
-        own["target"].generation_config.min_length = options.pop("min_length")
-    out = attach(own["target"]).generate(**prompt, past_key_values=translated(own, text), **options)
-    assert out[0, length - 3 :].tolist() == expected
-    assert len(expected) >= 3 and expected != native(own, history(own, text), **end)
+    """The fourth new id ends the row where three are asked for, and does not where four are."""
+    for seed in range(20):
+        text = make_documents(1, 12, seed)[0]
+        said = native(own, history(own, text))
+        if said[3] not in said[:3]:
+            break
+    prompt = prompt_of(own, PROMPT)
+    length = prompt["input_ids"].shape[1]
+    for asked in (3, 4):
+        options = {"eos_token_id": said[3], "min_length": length + asked, "max_new_tokens": NEW, "do_sample": False}
+        if where == "config":
+            options = {"generation_config": GenerationConfig(**options)}
+        elif where == "model":
+            own["target"].generation_config.min_length = options.pop("min_length")
+        out = attach(own["target"]).generate(**prompt, past_key_values=translated(own, text), **options)
+        assert (out[0, length:].tolist() == said[:4]) == (asked == 3)
 
 
 class _SameIdsTwice(LogitsProcessor):
