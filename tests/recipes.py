@@ -95,7 +95,7 @@ class Model:
 def build(name: str) -> Model:
     """A model of the Hub, without its weights. The shapes of its cache are what its own forward pass gives."""
     published = MODELS[name]
-    config = _config(published)
+    config = config_of(published)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     (one, cache), (two, _) = (training_pass(config, layers) for layers in (1, 2))
@@ -121,14 +121,14 @@ def training_pass(config: PreTrainedConfig, layers: int) -> tuple[int, DynamicCa
         return saved_bytes(run, model), cache
 
 
-def _config(published: Published, **changes) -> PreTrainedConfig:
+def config_of(published: Published, **changes) -> PreTrainedConfig:
     return AutoConfig.for_model(published.model_type, **{**published.sizes, **changes})
 
 
 @torch.no_grad()
 def shrunk(published: Published) -> PreTrainedModel:
     """A tiny random model of the same kind, heads of the same width: its probe shows how positions are carried."""
-    config = _config(published)
+    config = config_of(published)
     width = 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     changes = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     changes |= {"intermediate_size": 32}
@@ -138,7 +138,7 @@ def shrunk(published: Published) -> PreTrainedModel:
         changes = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 2}
         changes |= {"ffn_dim": 32, "word_embed_proj_dim": width}
     changes |= {"vocab_size": 64}
-    config = _config(published, **changes, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    config = config_of(published, **changes, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
 

@@ -12,6 +12,7 @@ from recipes import (
     MODELS,
     Recipe,
     build,
+    config_of,
     geometry,
     render,
     shrunk,
@@ -142,7 +143,7 @@ def test_geometry_without_weights_is_what_the_probe_finds(name):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_every_layer_keeps_as_much_as_the_second(name):
-    (one, _), (two, _), (four, _) = (training_pass(shrunk(MODELS[name]).config, layers) for layers in (1, 2, 4))
+    (one, _), (two, _), (four, _) = (training_pass(config_of(MODELS[name]), layers) for layers in (1, 2, 4))
     assert four == one + 3 * (two - one)
     assert two > one
 
