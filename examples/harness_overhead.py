@@ -20,11 +20,11 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
-from hf_mot.cli import model_name
+from hf_mot.cli import load_pair
 from hf_mot.compat_mot import decoder_of
 from hf_mot.data.documents import read_documents
 from hf_mot.evaluation import DEFAULT_ARMS, evaluate, load_examples, save_report
-from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
+from hf_mot.hub.resolve import load_translator
 from hf_mot.versions import versions
 
 
@@ -40,26 +40,24 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--limit", type=int, help="documents, and questions a task")
     parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--dtype", default="float32", help="dtype of both models")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
 
     translator = load_translator(args.translator)
-    names = {
-        side: model_name(getattr(args, side), getattr(translator.config, side), side) for side in ("source", "target")
-    }
-    pair = {side: load_model(name) for side, name in names.items()}
-    tokenizers = {f"{side}_tokenizer": load_tokenizer(name) for side, name in names.items()}
+    pair = load_pair(args, translator)
     documents = list(read_documents(args.text)) if args.text else None
     tasks = {name: load_examples(args.data, name) for name in args.tasks.split(",") if name}
 
     clock = Clock()
-    with tempfile.TemporaryDirectory() as folder, clock.on({**pair, "translator": translator}):
+    modules = {name: pair[name] for name in ("source", "target") if pair[name] is not None}
+    modules["translator"] = translator
+    with tempfile.TemporaryDirectory() as folder, clock.on(modules):
         start = time.perf_counter()
         report = evaluate(
             translator,
             documents,
             **pair,
-            **tokenizers,
             tasks=tasks,
             arms=args.arms.split(","),
             context_length=args.context,

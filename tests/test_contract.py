@@ -193,7 +193,7 @@ def test_unknown_plan_method_and_field_are_refused(pair):
     cache, ids = ready(pair)
     with pytest.raises(ValueError, match="`replay` must be one of none, full, .* got .half."):
         translate(pair, cache, ids, replay="half")
-    with pytest.raises(ValueError, match="`method` must be one of reduced_rank, identity, got 'magic'"):
+    with pytest.raises(ValueError, match="`method` must be one of reduced_rank, mot, mlp, identity, got 'magic'"):
         MoTConfig(method="magic")
     with pytest.raises(ValueError, match="`routers` is not a field of MoTConfig"):
         MoTConfig(routers=3)
