@@ -380,6 +380,12 @@ def test_adapted_language_models_are_trained_between(pair, tmp_path):
     make_trainer(own, make_args(tmp_path), make_translator(pair), allow_variant=True).train()
 
 
+def test_a_translator_keeps_the_plan_that_it_was_trained_for(pair, tmp_path):
+    for given, kept in ((None, "none"), ("full", "full"), ("full:1-2", "full:1-2")):
+        trainer = make_trainer(pair, make_args(tmp_path, replay=given), make_translator(pair))
+        assert str(trainer.translator.plan()) == kept and trainer.translator.config.replay == kept
+
+
 def test_report_says_how_a_run_ended_that_is_shorter_than_a_log(pair, uneven, tmp_path):
     trainer = make_trainer(pair, make_args(tmp_path, max_steps=2, logging_steps=10), train_dataset=uneven)
     trainer.train()

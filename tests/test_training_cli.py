@@ -150,6 +150,8 @@ def test_new_translator_reads_evenly_spaced_layers():
     pair = pair_contracts(**make_pair())
     found = [new_translator(pair, num_source_layers=count).config.source_layers for count in (1, 2, 10)]
     assert found == [[0], [0, 2], [0, 1, 2]]
+    with pytest.raises(ValueError, match="`num_source_layers` must be at least 1, got 0"):
+        new_translator(pair, num_source_layers=0)
     model = new_translator(pair)
     assert continue_from(model, method="mot") is model
 

@@ -32,6 +32,8 @@ def new_translator(
         seed (`int`, *optional*, defaults to 0): Of the weights.
         settings: Of [`MoTModel.from_contracts`]: the channel window, and fields of [`MoTConfig`].
     """
+    if num_source_layers is not None and num_source_layers < 1:
+        raise ValueError(f"`num_source_layers` must be at least 1, got {num_source_layers}.")
     if num_source_layers is not None and "source_layers" not in settings:
         depth = len(contracts["source"]["geometry"]["layers"])
         count = min(num_source_layers, depth)

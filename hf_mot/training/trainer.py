@@ -96,12 +96,15 @@ class MoTTrainer(Trainer):
                 _freeze(frozen, args.device)
         self.target_embeddings = target_embeddings
         self.prefix = len(mot.config.target["prefix_ids"])
+        plan = mot.plan(args.replay)
+        if args.replay is not None:  # what it is trained for is what it takes where none is given
+            mot.config.replay = str(plan)
         self.comparison = Comparison(
             source,
             target,
             source_tokenizer,
             target_tokenizer,
-            plan=mot.plan(args.replay),
+            plan=plan,
             losses=[name for name, weight in args.losses.items() if weight],
             captured_layers=None if captured is None else captured.target_layers,
             cc_start=0 if args.correct_window_start else 1,
