@@ -15,17 +15,20 @@ def cache_argument(model: nn.Module) -> str:
 
 def output_cache(output: Any) -> Cache | None:
     """The cache in a model's or a generate call's output, whatever this release calls it."""
-    for name in ("cache", "past_key_values"):
-        if name in output:
-            return output[name]
-    return None
+    name = _output_name(output)
+    return None if name is None else output[name]
 
 
 def set_output_cache(output: Any, cache: Cache | None) -> None:
     """Puts another cache, or none, into an output that has one."""
-    for name in ("cache", "past_key_values"):
-        if name in output:
-            output[name] = cache
+    name = _output_name(output)
+    if name is not None:
+        output[name] = cache
+
+
+def _output_name(output: Any) -> str | None:
+    # In the keys alone: an output of 5.24 that is asked for the older name logs that it is deprecated.
+    return next((name for name in ("cache", "past_key_values") if name in output.keys()), None)
 
 
 def pop_cache_argument(kwargs: dict[str, Any]) -> Cache | None:

@@ -180,5 +180,9 @@ def no_deprecated_transformers_call(caplog):
     with caplog.at_level(logging.WARNING, logger="transformers"):
         yield
     logger.propagate = propagates
-    deprecated = [r.getMessage() for r in caplog.records if "deprecat" in r.getMessage().lower()]
+    # At teardown `caplog.records` are those of the teardown itself.
+    said = [record.getMessage() for record in caplog.get_records("call")]
+    # Assisted decoding of transformers calls its own assistant in this way.
+    own = "Passing `generation_config` together with generation-related arguments=({'"
+    deprecated = [text for text in said if "deprecat" in text.lower() and not text.startswith(own)]
     assert not deprecated, deprecated
