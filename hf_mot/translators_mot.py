@@ -127,8 +127,7 @@ class Refinement(nn.Module):
         super().__init__()
         self.mixture = make_mixture(gate_dim=rank, slot_dims=[rank], output_dim=rank)
         for expert in self.mixture.experts:
-            nn.init.zeros_(expert.output_projection.weight)
-            nn.init.zeros_(expert.output_projection.bias)
+            _start_at_zero(expert.output_projection)
 
     def forward(self, inner: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         return self.mixture(inner, [inner], attention_mask)
@@ -163,8 +162,7 @@ class MixtureTranslator(nn.Module):
         if linear is not None:
             for side in self.sides:
                 for expert in side.experts:
-                    nn.init.zeros_(expert.output_projection.weight)
-                    nn.init.zeros_(expert.output_projection.bias)
+                    _start_at_zero(expert.output_projection)
 
     def forward(
         self,
@@ -198,8 +196,7 @@ class MLPTranslator(nn.Module):
         self.middle = nn.Linear(hidden_size, hidden_size)
         self.down = nn.Linear(hidden_size, widths.output_dim)
         if linear is not None:
-            nn.init.zeros_(self.down.weight)
-            nn.init.zeros_(self.down.bias)
+            _start_at_zero(self.down)
 
     def forward(
         self,
@@ -223,6 +220,11 @@ class IdentityTranslator(nn.Module):
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return source_states
+
+
+def _start_at_zero(projection: nn.Linear) -> None:
+    nn.init.zeros_(projection.weight)
+    nn.init.zeros_(projection.bias)
 
 
 def _mixture(config: MoTConfig, gate_dim: int, slot_dims: Sequence[int], output_dim: int) -> Mixture:

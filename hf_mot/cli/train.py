@@ -99,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     model = _translator(args, pair, states, init, settings)
     if init is not None and training.linear_learning_rate is None and any(True for _ in linear_path(model)):
         # Its inputs have scales of their own: at the full rate, Adam's first steps undo what was fitted.
+        # (model_cards/results/linear_learning_rate.json)
         training.linear_learning_rate = training.learning_rate / 100
     if states is None:
         examples = TextDataset.from_args(text, pair["target_tokenizer"], training)
