@@ -7,6 +7,7 @@ import pytest
 from conftest import make_documents
 from evaluation_pair import make_examples, make_pair
 
+from hf_mot import MoTConfig, MoTModel
 from hf_mot.evaluation import context_nll, evaluate, question_answering, runner
 from hf_mot.evaluation.store import ResultStore
 from hf_mot.evaluation.tasks import TASKS
@@ -119,6 +120,9 @@ def test_results_of_another_task_version_are_not_mixed_in(pair, tmp_path, monkey
 def test_another_translator_is_another_fingerprint(pair):
     assert runner.fingerprint(pair["translator"]) == runner.fingerprint(pair["translator"])
     assert runner.fingerprint(pair["translator"]) != runner.fingerprint(pair["no_source"])
+    literal = MoTModel(MoTConfig(**pair["translator"].config.to_dict() | {"position_free": False}))
+    literal.load_state_dict(pair["translator"].state_dict())  # the same weights, read otherwise
+    assert runner.fingerprint(pair["translator"]) != runner.fingerprint(literal)
 
 
 def test_file_of_something_else_is_not_touched(tmp_path):

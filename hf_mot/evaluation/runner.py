@@ -331,8 +331,10 @@ def _joined_window(documents, tokenizer, prefix_ids, context_length) -> Window:
 
 
 def fingerprint(translator: MoTModel) -> str:
-    """A short hash of a translator's weights, by which its results are known."""
-    digest = hashlib.sha256(translator.config.method.encode())
+    """A short hash of a translator's settings and weights, by which its results are known."""
+    own = type(translator.config).__annotations__.keys() - {"source", "target", "model_type"}
+    settings = {name: getattr(translator.config, name) for name in sorted(own)}
+    digest = hashlib.sha256(json.dumps(settings).encode())
     for name, tensor in sorted(translator.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
