@@ -62,6 +62,8 @@ class MoTConfig(PreTrainedConfig):
         position_free (`bool`, *optional*, defaults to `True`):
             Whether keys are translated without their rotary positions, and get the target's own afterwards. The paper
             does not mention positions, which means `False`.
+        key_norms (`list[int]`, *optional*, defaults to `[]`):
+            Target layers whose translated keys get the weighted length that the target's own have ([`KeyNorm`]).
         linear_path (`bool`, *optional*, defaults to `False`):
             Whether `"mot"` and `"mlp"` add to a linear map of `rank`, which a closed-form fit can initialise.
         trunk (`bool`, *optional*, defaults to `False`):
@@ -104,6 +106,7 @@ class MoTConfig(PreTrainedConfig):
     rank: int | None = None
     embedding_window: int = 5
     position_free: bool = True
+    key_norms: list[int] | tuple[int, ...] = ()
     linear_path: bool = False
     trunk: bool = False
     hidden_size: int = 128
@@ -148,6 +151,7 @@ class MoTConfig(PreTrainedConfig):
                 raise ValueError(f"`dtype` must be one of {', '.join(_DTYPES)}, got {dtype!r}.")
         self._check_method()
         self.source_layers = [int(layer_idx) for layer_idx in self.source_layers]
+        self.key_norms = [int(layer_idx) for layer_idx in self.key_norms]
         if self.target_layers is not None:
             self.target_layers = [int(layer_idx) for layer_idx in self.target_layers]
             first = self.target_layers[0] if self.target_layers else 0
@@ -186,6 +190,13 @@ class MoTConfig(PreTrainedConfig):
                 f"`top_k` must be at most `num_translators` {self.num_translators}, got {self.top_k}. Choose fewer "
                 "translators a token, or more of them."
             )
+        if self.key_norms and (self.method == "identity" or not self.position_free):
+            raise ValueError(
+                "`key_norms` needs keys that are translated without their positions: a method other than 'identity', "
+                f"and `position_free`; got {self.method!r} and {self.position_free}."
+            )
+        if len(set(self.key_norms)) < len(self.key_norms):
+            raise ValueError(f"`key_norms` must name each layer once, got {self.key_norms}.")
         if self.trunk and self.linear_path:
             raise ValueError(
                 "`trunk` and `linear_path` exclude each other: a trunk is the linear path. Set one of them."

@@ -24,6 +24,7 @@ from .pretrained_mot import MoTPreTrainedModel
 from .replay_mot import ReplayPlan, replay
 from .rows_mot import check_rows, left_pad, unpad
 from .translators_mot import build_translator, embedding_window
+from .translators_norm_mot import KeyNorm
 
 
 @dataclass
@@ -81,6 +82,7 @@ class MoTModel(MoTPreTrainedModel):
         for name, layers, geometry in (
             ("source_layers", config.source_layers, self.source_geometry),
             ("target_layers", config.target_layers or [], self.target_geometry),
+            ("key_norms", config.key_norms, self.target_geometry),
         ):
             depth = len(geometry.layers)
             if not set(layers) <= set(range(depth)):
@@ -94,6 +96,10 @@ class MoTModel(MoTPreTrainedModel):
             raise ValueError("`source_layers` and `embedding_window` are both empty: there is nothing to read.")
         self.plan()  # refuses a default plan that these layers are too few for
         self.translator: nn.Module = build_translator(config)
+        self.key_norms = nn.ModuleDict()
+        for layer_idx in config.key_norms:
+            layer = self.target_geometry.layers[layer_idx]
+            self.key_norms[str(layer_idx)] = KeyNorm(layer.kv_heads, layer.key_dim)
         self.post_init()
 
     @property
@@ -116,7 +122,8 @@ class MoTModel(MoTPreTrainedModel):
 
     def load_linear_path(self, closed_form: "MoTModel") -> None:
         """
-        Copies the weights of a closed-form translator into this one's linear path, so that training starts there.
+        Copies the weights of a closed-form translator into this one's linear path, and its key norms, so that training
+        starts there.
 
         Raises:
             `ValueError`: this translator has no linear path, or one of other sizes; `closed_form` is none.
@@ -128,7 +135,7 @@ class MoTModel(MoTPreTrainedModel):
             path = self.translator
         if path is None:
             raise ValueError("This translator has no linear path to load. Set `linear_path` or `trunk` in its config.")
-        for field in ("source_layers", "target_layers", "rank", "embedding_window", "position_free"):
+        for field in ("source_layers", "target_layers", "rank", "embedding_window", "position_free", "key_norms"):
             came, own = getattr(closed_form.config, field), getattr(self.config, field)
             if came != own:
                 raise ValueError(
@@ -137,6 +144,7 @@ class MoTModel(MoTPreTrainedModel):
         with torch.no_grad():
             for name, weight in closed_form.translator.named_parameters():
                 path.get_parameter(name).copy_(weight)
+        self.key_norms.load_state_dict(closed_form.key_norms.state_dict())
 
     @classmethod
     def from_pair(
@@ -371,11 +379,14 @@ class MoTModel(MoTPreTrainedModel):
             attention_mask = self._to_own(attention_mask, dtype=False)
         states = self.translator(source_states, embeddings, attention_mask)
         key_states, value_states, start = [], [], 0
-        for layer in (self.target_geometry.layers[layer_idx] for layer_idx in self.target_layers):
+        for layer_idx in self.target_layers:
+            layer = self.target_geometry.layers[layer_idx]
             for into, dim in ((key_states, layer.key_dim), (value_states, layer.value_dim)):
                 piece = states[..., start : start + layer.kv_heads * dim]
                 into.append(piece.unflatten(-1, (layer.kv_heads, dim)).transpose(1, 2))  # [batch, kv_heads, seq, dim]
                 start += layer.kv_heads * dim
+            if str(layer_idx) in self.key_norms:
+                key_states[-1] = self.key_norms[str(layer_idx)](key_states[-1])
         return MoTOutput(key_states=tuple(key_states), value_states=tuple(value_states))
 
     def _without_prefix(self, target_ids, target_mask, target_tokenizer) -> list[list[int]] | None:

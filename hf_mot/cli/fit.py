@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--key-metric", default="plain", metavar="M", help="errors of keys: plain, or by what each query sees [plain]"
     )
+    parser.add_argument("--no-key-norms", action="store_true", help="leave keys as short as a regression makes them")
     parser.add_argument("--tokens", type=int, metavar="N", help="target tokens to fit on, at most")
     parser.add_argument(
         "--eval-text", nargs="+", metavar="FILE", help="other text, to measure the translator on for its card"
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         "num_source_layers": args.layers,
         "embedding_window": args.embedding_window,
         "max_tokens": args.tokens,
+        "key_norms": False if args.no_key_norms else None,
     }
     options = {name: value for name, value in options.items() if value is not None}
     if args.rank == "full":

@@ -83,6 +83,7 @@ def refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):
         rank=config.rank,
         source_layers=[],
         embedding_window=config.embedding_window,
+        key_norms=bool(config.key_norms),
         **options,
     ).translator
     twin.save_pretrained(os.path.join(name, "no_source"))

@@ -23,6 +23,7 @@ from ..modeling_mot import MoTModel
 from ..rows_mot import left_pad, positions_from_mask
 from ..versions import versions
 from .key_metric import KEY_METRICS, KeyMetric, QueryMoments
+from .norms import KeyLengths
 from .solve import LinearMap, choose_layers, choose_ridge, output_sketch, solve
 from .statistics import Moments, Statistics
 from .weights import channel_weights, output_blocks
@@ -57,7 +58,7 @@ class FitResult:
 
 @dataclass
 class Pair:
-    """The two frozen models of a fit and their tokenizers; with a key metric, outputs are in its coordinates."""
+    """The two frozen models of a fit and their tokenizers, and the metric of errors."""
 
     source: PreTrainedModel
     target: PreTrainedModel
@@ -112,8 +113,11 @@ class Pair:
         kept = inputs.target_mask.bool() & (positions >= len(self.target_contract["prefix_ids"]))
         features = [part for part in (inputs.source_states, inputs.embeddings) if part is not None]
         x = torch.cat([part.cpu()[kept] for part in features], dim=-1)
-        y = outputs.cpu()[kept].float()
-        return x.float(), y if self.key_metric is None else self.key_metric.apply(y)
+        return x.float(), outputs.cpu()[kept].float()
+
+    def in_metric(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Outputs `[tokens, outputs]` in the coordinates that errors are measured in."""
+        return outputs if self.key_metric is None else self.key_metric.apply(outputs)
 
 
 def fit(
@@ -130,6 +134,7 @@ def fit(
     embedding_window: int = DEFAULT_EMBEDDING_WINDOW,
     piece_weights: Sequence[Sequence[float]] | None = None,
     key_metric: str = "plain",
+    key_norms: bool = True,
     max_tokens: int = DEFAULT_TOKENS,
     batch_tokens: int = 2048,
     held_out_documents: int = 32,
@@ -154,6 +159,9 @@ def fit(
             rank, the choice of layers and that of the ridge strength then follow them. By default all count alike.
         key_metric (`str`, *optional*, defaults to `"plain"`): In what metric errors of keys are measured: `"plain"`,
             or `"query"`, by what the target's own queries make of them.
+        key_norms (`bool`, *optional*, defaults to `True`): Give translated keys the weighted length that the target's
+            own have, in the layers where it is the same for all keys of a head (targets with QK-norm). A regression
+            shrinks what it is unsure of, which flattens attention.
         max_tokens (`int`, *optional*, defaults to 200,000): Target tokens to fit on; fewer if the text ends earlier.
         batch_tokens (`int`, *optional*, defaults to 2048): Tokens a forward pass; does not change the fit.
         held_out_documents (`int`, *optional*, defaults to 32): Documents set apart to choose the ridge strength.
@@ -207,11 +215,12 @@ def fit(
     seconds = {"choice_of_layers": time.perf_counter() - started}
     shell = MoTModel(pair.config(source_layers=source_layers, rank=1, embedding_window=embedding_window))
     bar.set_description("Fitting")
-    statistics = Statistics(output_blocks(pair.target_geometry))
+    statistics, lengths = Statistics(output_blocks(pair.target_geometry)), KeyLengths(pair.target_geometry)
     num_windows, forward_before = 0, pair.seconds["forward"]
     for batch in batched(itertools.chain(sample, windows), batch_tokens):
         x, y = pair.rows(shell, [window.text for window in batch])
-        statistics.add(x, y)
+        statistics.add(x, pair.in_metric(y))
+        lengths.add(y)
         num_windows += len(batch)
         bar.update(len(x))
     seconds["calibration_forward"] = pair.seconds["forward"] - forward_before
@@ -220,13 +229,20 @@ def fit(
     if weights is not None:
         moments = moments.weighted(weights)
     held_x, held_y = held_out_rows(pair, shell, held_out)
+    key_weights = lengths.weights() if key_norms else []
+    shell.config.key_norms = lengths.constant_layers(key_weights, held_y) if key_norms else []
+    held_y = pair.in_metric(held_y)
     translator, no_source, choices = _solve_both(pair, moments, held_x, held_y, shell.config, rank, seed)
+    for model in (translator, no_source):
+        if model is not None:
+            set_key_norms(model, key_weights)
     seconds |= {"forward": pair.seconds["forward"], "total": time.perf_counter() - started}
     bar.close()
     report = {
         "method": method,
         "source_layers": source_layers,
         "embedding_window": embedding_window,
+        "key_norms": translator.config.key_norms,
         **choices,
         **({} if piece_weights is None else {"piece_weights": [list(map(float, own)) for own in piece_weights]}),
         **({} if key_metric == "plain" else {"key_metric": key_metric}),
@@ -325,6 +341,7 @@ def choose_source_layers(
     sketched, scale = [], None
     for batch in sample:
         x, y = pair.rows(shell, [window.text for window in batch])
+        y = pair.in_metric(y)
         if scale is None:
             x_shift, x_scale = x.mean(0), x.std(0, correction=0).clamp(min=1e-6)
             variances = y.var(0, correction=0).split(outputs)
@@ -370,7 +387,8 @@ def _solve_both(pair: Pair, moments: Moments, held_x, held_y, config: MoTConfig,
 def _solve_one(pair, moments: Moments, held_x, held_y, source_layers, config: MoTConfig, rank: int | None, seed: int):
     ridge, curve = choose_ridge(moments, held_x, held_y, seed)
     rank = None if rank is None else min(rank, *moments.xy.shape)
-    own = pair.config(source_layers=source_layers, rank=rank, embedding_window=config.embedding_window)
+    shared = {name: getattr(config, name) for name in ("embedding_window", "key_norms")}
+    own = pair.config(source_layers=source_layers, rank=rank, **shared)
     solution = solve(moments, ridge, rank, seed)
     solution = solution if pair.key_metric is None else pair.key_metric.undo(solution)
     return build_translator(own, solution), {
@@ -394,3 +412,10 @@ def build_translator(config: MoTConfig, solution: LinearMap) -> MoTModel:
             module.up.weight.copy_(solution.up.T)
         module.bias.copy_(solution.bias)
     return model.eval()
+
+
+def set_key_norms(model: MoTModel, key_weights: Sequence[torch.Tensor]) -> None:
+    """Sets the weighted lengths of a translator's keys, from weights `[kv_heads, key_dim]` a target layer."""
+    with torch.no_grad():
+        for layer_idx, norm in model.key_norms.items():
+            norm.weight.copy_(key_weights[int(layer_idx)])

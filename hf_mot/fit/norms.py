@@ -1,0 +1,73 @@
+"""Finds the weighted length that all native keys of a head share, where there is one."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..geometry_mot import ModelGeometry
+from .weights import output_blocks
+
+ITERATIONS = 4000
+# Of the squared length, from key to key: targets that normalise their keys lie far below, others far above.
+LARGEST_DEVIATION = 0.1
+
+
+class KeyLengths:
+    """
+    Accumulates the second moments of squared keys, and finds weights `w >= 0` of channels for which
+    `sum_c w_c * k_c²` is as close to 1 as can be for all keys of a head (non-negative least squares).
+
+    Args:
+        geometry ([`ModelGeometry`]): The target's.
+    """
+
+    def __init__(self, geometry: ModelGeometry):
+        self.layers = geometry.layers
+        self.blocks = output_blocks(geometry)
+        self.count = 0
+        self.sums: list[torch.Tensor] = [torch.zeros(())] * len(self.layers)
+        self.products: list[torch.Tensor] = [torch.zeros(())] * len(self.layers)
+
+    def add(self, outputs: torch.Tensor) -> None:
+        """Adds rows `[rows, channels]` of the target's own position-free states."""
+        self.count += len(outputs)
+        for layer_idx, squares in enumerate(self._squares(outputs)):
+            self.sums[layer_idx] = self.sums[layer_idx] + squares.sum(0).double()
+            self.products[layer_idx] = (
+                self.products[layer_idx] + torch.einsum("rhc,rhd->hcd", squares, squares).double()
+            )
+
+    def weights(self) -> list[torch.Tensor]:
+        """`[kv_heads, key_dim]` for each target layer, in fp64; 0 for channels that are always 0."""
+        return [
+            _non_negative(total / self.count, products / self.count)
+            for total, products in zip(self.sums, self.products, strict=True)
+        ]
+
+    def constant_layers(self, weights: Sequence[torch.Tensor], outputs: torch.Tensor) -> list[int]:
+        """The layers whose keys have such a length, by rows `[rows, channels]` that the weights were not made from."""
+        deviations = [
+            torch.einsum("rhc,hc->rh", squares.double(), own).std(0, correction=0).max().item()
+            for squares, own in zip(self._squares(outputs), weights, strict=True)
+        ]
+        return [layer_idx for layer_idx, deviation in enumerate(deviations) if deviation <= LARGEST_DEVIATION]
+
+    def _squares(self, outputs: torch.Tensor) -> list[torch.Tensor]:
+        keys = outputs.split(self.blocks, dim=1)[0::2]
+        return [
+            own.unflatten(1, (layer.kv_heads, layer.key_dim)).square()
+            for own, layer in zip(keys, self.layers, strict=True)
+        ]
+
+
+def _non_negative(means: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+    """Weights `[heads, channels]` by multiplicative updates, which keep them so and never raise the error."""
+    live = means > 1e-6 * means.amax(-1, keepdim=True)
+    scale = torch.where(live, means, torch.ones_like(means))
+    ones = live.to(means)  # the means of squares that were divided by them
+    products = products / scale[:, :, None] / scale[:, None]
+    weights = ones / ones.sum(-1, keepdim=True)
+    for _ in range(ITERATIONS):
+        product = torch.einsum("hcd,hd->hc", products, weights)
+        weights = weights * ones / torch.where(live, product, torch.ones_like(product))
+    return weights / scale

@@ -1,0 +1,30 @@
+"""The length of a translated key.
+
+A regression shrinks what it is unsure of, so translated keys are too short, and attention over them too flat: what
+must be looked up is averaged with its neighbours. Many targets (QK-norm: Gemma 3, Qwen 3, OLMo 2) give every key of a
+head the same weighted length, so that the right one is known.
+"""
+
+import torch
+from torch import nn
+
+
+class KeyNorm(nn.Module):
+    """
+    Gives the keys of one target layer a fixed weighted length, `gain * k / sqrt(sum_c weight_c * k_c²)`, a head at a
+    time.
+
+    Args:
+        kv_heads, key_dim (`int`): Of the layer.
+    """
+
+    def __init__(self, kv_heads: int, key_dim: int):
+        super().__init__()
+        self.register_buffer("weight", torch.full((kv_heads, key_dim), 1 / key_dim))
+        self.gain = nn.Parameter(torch.ones(kv_heads))
+
+    def forward(self, key_states: torch.Tensor) -> torch.Tensor:
+        """`[batch, kv_heads, seq, key_dim]`, position-free; computed in fp32."""
+        keys = key_states.float()
+        length = (keys.square() * self.weight.float()[:, None]).sum(-1, keepdim=True).clamp(min=1e-12).sqrt()
+        return (keys / length * self.gain.float()[:, None, None]).to(key_states.dtype)

@@ -1,0 +1,135 @@
+"""Translated keys get the length that the target's own have, where all of these have one."""
+
+import pytest
+import torch
+from conftest import make_documents, make_pair, make_translator
+
+from hf_mot.capture_mot import prefill, source_states
+from hf_mot.configuration_mot import MoTConfig
+from hf_mot.data.states import split_layers
+from hf_mot.fit import fit
+from hf_mot.fit.norms import KeyLengths, _non_negative
+from hf_mot.geometry_mot import ModelGeometry
+from hf_mot.modeling_mot import MoTModel
+from hf_mot.training.start import continue_from
+from hf_mot.translators_norm_mot import KeyNorm
+
+OPTIONS = {"num_source_layers": 2, "embedding_window": 2, "max_tokens": 1500, "held_out_documents": 3, "rank": 6}
+
+
+def native_rows(pair, documents):
+    """The target's own position-free states `[tokens, channels]`, BOS left out."""
+    geometry = ModelGeometry.from_dict(make_translator(pair).config.target["geometry"])
+    rows = []
+    for document in documents:
+        ids = pair["target_tokenizer"](document, return_tensors="pt")["input_ids"]
+        layers = range(len(geometry.layers))
+        rows.append(
+            source_states(prefill(pair["target"], ids), geometry, layers, torch.arange(ids.shape[1])[None])[0, 1:]
+        )
+    return geometry, torch.cat(rows)
+
+
+@pytest.fixture(scope="module")
+def normed():
+    pair = make_pair("llama", "gemma3")
+    with torch.no_grad():  # weights of the norm that differ from channel to channel
+        for layer in pair["target"].model.layers:
+            layer.self_attn.k_norm.weight.copy_(torch.linspace(-0.5, 1.0, len(layer.self_attn.k_norm.weight)))
+    return pair
+
+
+def test_native_keys_of_a_target_with_qk_norm_pass_unchanged(normed):
+    """The oracle: what has the right length already must keep it."""
+    geometry, rows = native_rows(normed, make_documents(30))
+    lengths = KeyLengths(geometry)
+    lengths.add(rows)
+    weights = lengths.weights()
+    other = native_rows(normed, make_documents(5, seed=1))[1]
+    assert lengths.constant_layers(weights, other) == list(range(len(geometry.layers)))
+    keys, _ = split_layers(other[None], geometry, range(len(geometry.layers)))
+    for states, own, layer in zip(keys, weights, geometry.layers, strict=True):
+        norm = KeyNorm(layer.kv_heads, layer.key_dim)
+        norm.weight.copy_(own)
+        torch.testing.assert_close(norm(states), states, rtol=0.05, atol=0.0)
+        torch.testing.assert_close(norm(states * 0.3), norm(states))
+
+
+def test_weights_are_those_of_the_norm():
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.linspace(0.5, 2, 8, dtype=torch.float64)
+    states = torch.randn(5000, 8, generator=generator, dtype=torch.float64)
+    keys = states / states.square().mean(-1, keepdim=True).sqrt() * scale
+    keys[:, 3] = 0  # a channel that the norm's weight has switched off
+    squares = keys.square()[:, None]
+    weights = _non_negative(squares.mean(0), torch.einsum("rhc,rhd->hcd", squares, squares) / len(squares))
+    assert weights.shape == (1, 8) and weights[0, 3] == 0 and bool((weights >= 0).all())
+    keys = states / states.square().mean(-1, keepdim=True).sqrt() * scale
+    squares = keys.square()[:, None]
+    weights = _non_negative(squares.mean(0), torch.einsum("rhc,rhd->hcd", squares, squares) / len(squares))
+    torch.testing.assert_close(weights[0], 1 / (8 * scale.square()), rtol=1e-3, atol=0)
+
+
+def test_keys_of_any_length_are_left_alone():
+    """Llama's keys are not normalised: nothing tells their length."""
+    pair = make_pair("gemma3", "llama")
+    result = fit(make_documents(40), **pair, **OPTIONS, progress=False)
+    assert result.translator.config.key_norms == [] and not len(result.translator.key_norms)
+    assert result.report["key_norms"] == []
+
+
+def test_a_fit_gives_its_keys_the_native_length(normed, tmp_path):
+    plain, result = (
+        fit(make_documents(40), **normed, **OPTIONS, key_norms=wanted, progress=False) for wanted in (False, True)
+    )
+    layers = list(range(len(result.translator.target_geometry.layers)))
+    assert plain.translator.config.key_norms == [] and result.translator.config.key_norms == layers
+    assert result.no_source.config.key_norms == layers  # the control has what it has
+    documents = make_documents(3, seed=1)
+    _, native = native_rows(normed, documents)
+    native_keys, _ = split_layers(native[None], result.translator.target_geometry, layers)
+    translated = [result.translator.handoff(document, **normed) for document in documents]
+    for layer_idx in layers:
+        norm = result.translator.key_norms[str(layer_idx)]
+        for cache in translated:
+            keys = cache.layers[layer_idx].keys[:, :, 1:]  # rotated: lengths of pairs of channels are kept
+            assert keys.norm(dim=-1).std() >= 0 and torch.isfinite(keys).all()
+        own = native_keys[layer_idx]
+        torch.testing.assert_close(norm(own), own, rtol=0.1, atol=0.0)
+    result.translator.save_pretrained(tmp_path)
+    loaded = MoTModel.from_pretrained(tmp_path)
+    for name, weight in result.translator.state_dict().items():
+        assert torch.equal(weight, loaded.state_dict()[name]), name
+    # Values, and whatever is trained on, are as before.
+    states = torch.randn(1, 5, result.translator.translator.source_in.in_features)
+    embeddings = torch.randn(1, 5, result.translator.translator.embedding_in.in_features)
+    before, after = plain.translator(states, embeddings), loaded(states, embeddings)
+    for layer_idx in layers:
+        assert torch.equal(before.value_states[layer_idx], after.value_states[layer_idx])
+        norm = loaded.key_norms[str(layer_idx)]
+        torch.testing.assert_close(norm(before.key_states[layer_idx]), after.key_states[layer_idx])
+        squares = after.key_states[layer_idx].square() * norm.weight[:, None]
+        torch.testing.assert_close(squares.sum(-1), torch.ones_like(squares[..., 0]))
+    trained = continue_from(loaded, method="mot", trunk=True, hidden_size=8, num_attention_heads=2)
+    for ours, theirs in zip(trained(states, embeddings).key_states, after.key_states, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"key_norms": [0], "position_free": False}, "`key_norms` needs keys that are translated without"),
+        ({"key_norms": [0], "method": "identity"}, "`key_norms` needs keys that are translated without"),
+        ({"key_norms": [0, 0]}, "`key_norms` must name each layer once"),
+    ],
+)
+def test_bad_layers_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        MoTConfig(**fields)
+
+
+def test_layers_that_the_target_lacks_are_refused(normed):
+    config = make_translator(normed).config
+    config.key_norms = [99]
+    with pytest.raises(ValueError, match=r"`key_norms` must lie in 0\.\."):
+        MoTModel(config)
