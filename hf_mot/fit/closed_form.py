@@ -21,8 +21,10 @@ from ..data import iterate_documents
 from ..geometry_mot import ModelGeometry
 from ..modeling_mot import MoTModel
 from ..rows_mot import left_pad, positions_from_mask
+from ..translators_mot import Widths
 from ..versions import versions
 from .key_metric import KEY_METRICS, KeyMetric, QueryMoments
+from .ranks import Budget
 from .solve import LinearMap, choose_layers, choose_ridge, output_sketch, solve
 from .statistics import Moments, Statistics
 from .weights import channel_weights, output_blocks
@@ -130,6 +132,8 @@ def fit(
     embedding_window: int = DEFAULT_EMBEDDING_WINDOW,
     piece_weights: Sequence[Sequence[float]] | None = None,
     key_metric: str = "plain",
+    max_parameters: int | None = None,
+    flops_share: float | None = None,
     max_tokens: int = DEFAULT_TOKENS,
     batch_tokens: int = 2048,
     held_out_documents: int = 32,
@@ -145,7 +149,8 @@ def fit(
         source, target (`PreTrainedModel`): The frozen models.
         source_tokenizer, target_tokenizer (`PreTrainedTokenizerBase`): Their fast tokenizers.
         method (`str`, *optional*, defaults to `"reduced_rank"`): The only closed form so far.
-        rank (`int`, *optional*, defaults to 1024): Width of the shared down-projection; `None` for full rank.
+        rank (`int`, *optional*, defaults to 1024): Width of the shared down-projection; `None` for full rank. Within a
+            budget, the most that it may be.
         num_source_layers (`int`, *optional*, defaults to 10): Source layers to read, chosen on a first sample.
         source_layers (`list[int]`, *optional*): Reads these layers instead of choosing.
         embedding_window (`int`, *optional*, defaults to 5): Target token embeddings read beside the source, in tokens.
@@ -154,6 +159,10 @@ def fit(
             rank, the choice of layers and that of the ridge strength then follow them. By default all count alike.
         key_metric (`str`, *optional*, defaults to `"plain"`): In what metric errors of keys are measured: `"plain"`,
             or `"query"`, by what the target's own queries make of them.
+        max_parameters (`int`, *optional*): Budget: parameters that the translator, and its control, may have. The
+            rank, and how much of it each layer's keys and values read, are then chosen for the least (weighted) error.
+        flops_share (`float`, *optional*): Budget: FLOPs of a handoff as a share of the target's own prefill, at 1,024
+            tokens. Of two budgets the tighter holds.
         max_tokens (`int`, *optional*, defaults to 200,000): Target tokens to fit on; fewer if the text ends earlier.
         batch_tokens (`int`, *optional*, defaults to 2048): Tokens a forward pass; does not change the fit.
         held_out_documents (`int`, *optional*, defaults to 32): Documents set apart to choose the ridge strength.
@@ -164,8 +173,8 @@ def fit(
         [`FitResult`]
 
     Raises:
-        `ValueError`: an unknown method or metric, an impossible size or weight, too little text, models that cannot be
-            translated.
+        `ValueError`: an unknown method or metric, an impossible size, weight or budget, too little text, models that
+            cannot be translated.
     """
     if method != "reduced_rank":
         raise ValueError(f"`method` must be 'reduced_rank', got {method!r}.")
@@ -182,6 +191,9 @@ def fit(
         if value < least:
             raise ValueError(f"`{name}` must be at least {least}, got {value}.")
     pair = Pair(source, target, source_tokenizer, target_tokenizer)
+    budget = Budget.of(pair.target_geometry, max_parameters, flops_share)
+    if budget is not None and rank is None:
+        raise ValueError("`rank` is None, but a budget needs the most that it may be. Give a number.")
     weights = None if piece_weights is None else channel_weights(piece_weights, pair.target_geometry)
     depth = len(pair.source_geometry.layers)
     if source_layers is not None:
@@ -206,6 +218,9 @@ def fit(
         )
     seconds = {"choice_of_layers": time.perf_counter() - started}
     shell = MoTModel(pair.config(source_layers=source_layers, rank=1, embedding_window=embedding_window))
+    if budget is not None:  # too little must not cost the pass over the text
+        read = Widths.of(shell.config)
+        budget.check(rank, read.source_dim + read.embeddings)
     bar.set_description("Fitting")
     statistics = Statistics(output_blocks(pair.target_geometry))
     num_windows, forward_before = 0, pair.seconds["forward"]
@@ -220,7 +235,7 @@ def fit(
     if weights is not None:
         moments = moments.weighted(weights)
     held_x, held_y = held_out_rows(pair, shell, held_out)
-    translator, no_source, choices = _solve_both(pair, moments, held_x, held_y, shell.config, rank, seed)
+    translator, no_source, choices = _solve_both(pair, moments, held_x, held_y, shell.config, rank, seed, budget)
     seconds |= {"forward": pair.seconds["forward"], "total": time.perf_counter() - started}
     bar.close()
     report = {
@@ -230,6 +245,9 @@ def fit(
         **choices,
         **({} if piece_weights is None else {"piece_weights": [list(map(float, own)) for own in piece_weights]}),
         **({} if key_metric == "plain" else {"key_metric": key_metric}),
+        **({} if budget is None else {"max_rank": rank}),
+        **({} if max_parameters is None else {"max_parameters": max_parameters}),
+        **({} if flops_share is None else {"flops_share": flops_share}),
         "tokens": moments.count,
         "windows": num_windows,
         "documents": counter["documents"],
@@ -355,29 +373,31 @@ def held_out_rows(pair: Pair, shell: MoTModel, held_out: list[str]) -> tuple[tor
     return torch.cat([x for x, _ in rows]), torch.cat([y for _, y in rows])
 
 
-def _solve_both(pair: Pair, moments: Moments, held_x, held_y, config: MoTConfig, rank: int | None, seed: int):
+def _solve_both(
+    pair: Pair, moments: Moments, held_x, held_y, config: MoTConfig, rank: int | None, seed: int, budget: Budget | None
+):
     """The translator, and from the same moments its control that reads the embeddings alone."""
-    translator, choices = _solve_one(pair, moments, held_x, held_y, config.source_layers, config, rank, seed)
+    translator, choices = _solve_one(pair, moments, held_x, held_y, config, rank, seed, budget)
     if not config.embedding_window:
         return translator, None, choices
     columns = torch.arange(
         len(moments.xx) - config.embedding_window * pair.target_geometry.embedding_dim, len(moments.xx)
     )
-    no_source, own = _solve_one(pair, moments.select(columns), held_x[:, columns], held_y, [], config, rank, seed)
+    config = pair.config(source_layers=[], embedding_window=config.embedding_window)
+    no_source, own = _solve_one(pair, moments.select(columns), held_x[:, columns], held_y, config, rank, seed, budget)
     return translator, no_source, {**choices, "no_source": own}
 
 
-def _solve_one(pair, moments: Moments, held_x, held_y, source_layers, config: MoTConfig, rank: int | None, seed: int):
+def _solve_one(pair, moments: Moments, held_x, held_y, config: MoTConfig, rank, seed: int, budget: Budget | None):
     ridge, curve = choose_ridge(moments, held_x, held_y, seed)
     rank = None if rank is None else min(rank, *moments.xy.shape)
-    own = pair.config(source_layers=source_layers, rank=rank, embedding_window=config.embedding_window)
-    solution = solve(moments, ridge, rank, seed)
+    solution = solve(moments, ridge, rank, seed, budget)
     solution = solution if pair.key_metric is None else pair.key_metric.undo(solution)
-    return build_translator(own, solution), {
-        "rank": rank,
-        "ridge": ridge,
-        "ridge_curve": curve,
-    }
+    form: dict[str, Any] = {"rank": None if solution.up is None else len(solution.up)}
+    if solution.piece_ranks is not None:
+        form["piece_ranks"] = torch.tensor(solution.piece_ranks).view(-1, 2).tolist()
+    own = pair.config(source_layers=config.source_layers, embedding_window=config.embedding_window, **form)
+    return build_translator(own, solution), {**form, "ridge": ridge, "ridge_curve": curve}
 
 
 def build_translator(config: MoTConfig, solution: LinearMap) -> MoTModel:
@@ -390,7 +410,9 @@ def build_translator(config: MoTConfig, solution: LinearMap) -> MoTModel:
             module.source_in.weight.copy_(solution.down[:source_dim].T)
         if module.embedding_in is not None:
             module.embedding_in.weight.copy_(solution.down[source_dim:].T)
-        if solution.up is not None:
+        if solution.piece_ranks is not None:
+            module.up.load(solution.up.T)
+        elif solution.up is not None:
             module.up.weight.copy_(solution.up.T)
         module.bias.copy_(solution.bias)
     return model.eval()
