@@ -56,6 +56,9 @@ class MoTConfig(PreTrainedConfig):
             The replay plan that the translator was made for, and takes where none is given.
         rank (`int`, *optional*):
             Width of the shared down-projection. `None`: a full-rank map.
+        piece_ranks (`list[list[int]]`, *optional*):
+            How many of the `rank` inner channels, the leading ones, each piece reads: `[keys, values]` for each target
+            layer that is translated. `None`: all read all.
         embedding_window (`int`, *optional*, defaults to 5):
             Number of target token embeddings read beside the source states: the token's own and those of the
             `embedding_window - 1` tokens before it. 0: none.
@@ -104,6 +107,7 @@ class MoTConfig(PreTrainedConfig):
     target_layers: list[int] | tuple[int, ...] | None = None
     replay: str = "none"
     rank: int | None = None
+    piece_ranks: list[list[int]] | None = None
     embedding_window: int = 5
     position_free: bool = True
     key_norms: list[int] | tuple[int, ...] = ()
@@ -205,4 +209,19 @@ class MoTConfig(PreTrainedConfig):
             raise ValueError(
                 f"`trunk` needs `method` 'mot' and a `rank`, the channels that its translators work in, got "
                 f"{self.method!r} and {self.rank}."
+            )
+        if self.piece_ranks is not None:
+            self._check_piece_ranks()
+
+    def _check_piece_ranks(self) -> None:
+        beside = self.method in ("mot", "mlp") and (self.linear_path or self.trunk)
+        if self.rank is None or not (self.method == "reduced_rank" or beside):
+            raise ValueError(
+                "`piece_ranks` needs a linear map of low rank: `method` 'reduced_rank', `linear_path` or `trunk`, and "
+                f"a `rank`, got {self.method!r} and {self.rank}. Set these, or leave it out."
+            )
+        if any(len(pair) != 2 or not all(1 <= rank <= self.rank for rank in pair) for pair in self.piece_ranks):
+            raise ValueError(
+                f"`piece_ranks` must be [keys, values] for each target layer, from 1 to `rank` {self.rank}, got "
+                f"{self.piece_ranks}."
             )

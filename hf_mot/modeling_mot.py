@@ -87,6 +87,11 @@ class MoTModel(MoTPreTrainedModel):
             depth = len(geometry.layers)
             if not set(layers) <= set(range(depth)):
                 raise ValueError(f"`{name}` must lie in 0..{depth - 1}, got {layers}.")
+        if config.piece_ranks is not None and len(config.piece_ranks) != len(self.target_layers):
+            raise ValueError(
+                f"`piece_ranks` must be [keys, values] for each of the {len(self.target_layers)} target layers that "
+                f"are translated, got {len(config.piece_ranks)}."
+            )
         if config.method == "identity" and config.source_layers != self.target_layers:
             raise ValueError(
                 f"`source_layers` of an identity translator must be the layers that it hands through, "
@@ -135,7 +140,10 @@ class MoTModel(MoTPreTrainedModel):
             path = self.translator
         if path is None:
             raise ValueError("This translator has no linear path to load. Set `linear_path` or `trunk` in its config.")
-        for field in ("source_layers", "target_layers", "rank", "embedding_window", "position_free", "key_norms"):
+        for field in (
+            *("source_layers", "target_layers", "rank", "piece_ranks"),
+            *("embedding_window", "position_free", "key_norms"),
+        ):
             came, own = getattr(closed_form.config, field), getattr(self.config, field)
             if came != own:
                 raise ValueError(

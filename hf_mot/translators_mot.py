@@ -17,6 +17,7 @@ from .configuration_mot import MoTConfig
 from .geometry_mot import ModelGeometry
 from .translators_backbone_mot import BackboneTranslator, FeedForward
 from .translators_mixture_mot import Mixture, Router
+from .translators_pieces_mot import PieceProjections
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class ReducedRankTranslator(nn.Module):
         rank (`int`, *optional*): Width of the down-projection; `None` for a full-rank map.
         refine (`nn.Module`, *optional*): Adds to the `rank` inner channels, from these themselves (and the attention
             mask), before they are projected up.
+        pieces (`Sequence[tuple[int, int]]`, *optional*): Width of each piece (the keys or the values of one target
+            layer), and how many of the inner channels it reads, the leading ones. By default all read all.
     """
 
     def __init__(
@@ -94,13 +97,17 @@ class ReducedRankTranslator(nn.Module):
         output_dim: int,
         rank: int | None,
         refine: nn.Module | None = None,
+        pieces: Sequence[tuple[int, int]] | None = None,
     ):
         super().__init__()
         inner = output_dim if rank is None else rank
         self.source_in = nn.Linear(source_dim, inner, bias=False) if source_dim else None
         self.embedding_in = nn.Linear(embedding_dim, inner, bias=False) if embedding_dim else None
         self.refine = refine
-        self.up = nn.Identity() if rank is None else nn.Linear(rank, output_dim, bias=False)
+        if pieces is not None:
+            self.up = PieceProjections(*zip(*pieces, strict=True))
+        else:
+            self.up = nn.Identity() if rank is None else nn.Linear(rank, output_dim, bias=False)
         self.bias = nn.Parameter(torch.zeros(output_dim))
 
     def forward(
@@ -265,7 +272,10 @@ class _RoutedFeedForward(nn.Module):
 
 
 def _linear_path(config: MoTConfig, widths: Widths, refine: nn.Module | None = None) -> ReducedRankTranslator:
-    return ReducedRankTranslator(widths.source_dim, widths.embeddings, widths.output_dim, config.rank, refine)
+    pieces = None
+    if config.piece_ranks is not None:
+        pieces = list(zip(sum(widths.target, ()), sum(config.piece_ranks, []), strict=True))
+    return ReducedRankTranslator(widths.source_dim, widths.embeddings, widths.output_dim, config.rank, refine, pieces)
 
 
 def _build_mixture(config: MoTConfig, widths: Widths) -> nn.Module:

@@ -93,6 +93,14 @@ def test_an_arm_can_be_added_later(pair, scored, tmp_path):
     assert {"native", "no_context"} <= report["tasks"]["squad"].keys()
 
 
+def test_an_arm_that_is_added_later_is_compared_with_native_as_ever(pair, tmp_path):
+    documents, file = make_documents(3), tmp_path / "results.jsonl"
+    whole = evaluate(documents=documents, **{**pair, "arms": ["native", "no_context", "translated"]})
+    evaluate(documents=documents, results=file, **{**pair, "arms": ["native", "no_context"]})
+    later = evaluate(documents=documents, results=file, **{**pair, "arms": ["native", "no_context", "translated"]})
+    assert "missing" not in later and later["similarity"] == whole["similarity"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

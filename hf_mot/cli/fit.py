@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace what is in DIR")
     parser.add_argument("--method", default="reduced_rank", metavar="M", help="what to fit [reduced_rank]")
     parser.add_argument("--rank", type=_rank, metavar="R", help="width of the shared down-projection, or full")
+    parser.add_argument(
+        "--max-parameters",
+        type=_count,
+        metavar="N",
+        help="budget, e.g. 14M: the rank (up to R) and how much of it each piece reads are chosen within",
+    )
+    parser.add_argument(
+        "--flops-share", type=float, metavar="X", help="budget, as a share of the target's own prefill at 1,024 tokens"
+    )
     parser.add_argument("--layers", type=int, metavar="N", help="number of source layers to read")
     parser.add_argument(
         "--embedding-window", type=int, metavar="W", help="target token embeddings to read, own included"
@@ -54,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     _check_out(args.out, args.overwrite)
     check_choice(args.method, ("reduced_rank",), "--method")  # others are trained
     check_choice(args.key_metric, ("plain", "query"), "--key-metric")
+    if args.rank == "full" and (args.max_parameters is not None or args.flops_share is not None):
+        raise ValueError("`--rank` is full, but a budget needs the most that it may be. Give a number.")
     sensitivity = None if args.sensitivity is None else read_json(args.sensitivity, "--sensitivity")
     if sensitivity is None and args.sensitivity_power is not None:
         raise ValueError("`--sensitivity-power` has no effect without `--sensitivity`. Give both, or neither.")
@@ -71,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         "rank": args.rank,
         "num_source_layers": args.layers,
         "embedding_window": args.embedding_window,
+        "max_parameters": args.max_parameters,
+        "flops_share": args.flops_share,
         "max_tokens": args.tokens,
         "key_norms": False if args.no_key_norms else None,
     }
@@ -132,6 +146,7 @@ def format_fit(report: dict[str, Any], out: str) -> str:
     counts = ", ".join(f"{report[key]:,} {key}" for key in ("tokens", "windows", "documents"))
     lines = [
         f"{report['method']}, rank {report['rank'] or 'full'}, source layers {layers}",
+        *_rank_lines(report),
         *_metric_lines(report),
         f"fitted on {counts}; ridge {report['ridge']:g}, seed {report['seed']}, {report['seconds']['total']:.0f} s",
     ]
@@ -148,16 +163,34 @@ def format_fit(report: dict[str, Any], out: str) -> str:
 def _metric_lines(report: dict[str, Any]) -> list[str]:
     said = []
     if "piece_weights" in report:
-        pieces = [
-            (weight, f"{states} of {layer_idx}")
-            for layer_idx, pair in enumerate(report["piece_weights"])
-            for weight, states in zip(pair, ("keys", "values"), strict=True)
-        ]
-        heaviest = sorted(pieces, reverse=True)[:3]
-        said.append("weighted; heaviest: " + ", ".join(f"{name} ({weight:.2g})" for weight, name in heaviest))
+        said.append(f"weighted; heaviest: {_highest(report['piece_weights'], '.2g')}")
     if report.get("key_metric") == "query":
         said.append("errors of keys measured by the target's queries")
     return said
+
+
+def _rank_lines(report: dict[str, Any]) -> list[str]:
+    if "piece_ranks" not in report:
+        return []
+    least = min(map(min, report["piece_ranks"]))
+    return [f"channels that a piece reads: {least} at least; most: {_highest(report['piece_ranks'], 'd')}"]
+
+
+def _highest(pieces: list[list[float]], form: str) -> str:
+    """The three highest figures of `[keys, values]` per layer, with their names."""
+    named = [
+        (value, f"{states} of {layer_idx}")
+        for layer_idx, pair in enumerate(pieces)
+        for value, states in zip(pair, ("keys", "values"), strict=True)
+    ]
+    return ", ".join(f"{name} ({value:{form}})" for value, name in sorted(named, reverse=True)[:3])
+
+
+def _count(value: str) -> int:
+    found = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)([kM])", value)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"must be a number, or one of thousands or millions (14M), got {value!r}")
+    return int(found[1]) if found[1] else round(float(found[2]) * {"k": 1_000, "M": 1_000_000}[found[3]])
 
 
 def _rank(value: str) -> int | str:

@@ -54,13 +54,14 @@ def describe(translator) -> dict[str, Any]:
 
 def format_description(description: dict[str, Any]) -> str:
     """The description as lines for a terminal."""
+    from hf_mot.evaluation.runner import format_rank
+
     source, target = description["source"], description["target"]
     layers, written = description["source_layers"], description.get("target_layers")
     share, depth = description["flops_share"], _layer_count(target)
-    rank = f", rank {description['rank']}" if "rank" in description else ""
     rows = [
         ("pair", f"{_name(source)} → {_name(target)}"),
-        ("method", f"{description['method']}{rank}"),
+        ("method", f"{description['method']}{format_rank(description)}"),
         ("reads", f"{len(set(layers))} of {_layer_count(source)} source layers ({', '.join(map(str, layers))})"),
         ("", f"embeddings of {description['embedding_window']} target tokens, the own one included"),
         ("writes", f"all {depth} target layers" if written is None else _window(written, depth)),

@@ -74,13 +74,14 @@ def refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):
     from hf_mot.fit import fit
 
     report, config = translator.fit_report or {}, translator.config
-    recorded = {"max_tokens": "tokens", "seed": "seed", "piece_weights": "piece_weights", "key_metric": "key_metric"}
+    as_named = ("seed", "piece_weights", "key_metric", "max_parameters", "flops_share")
+    recorded = {"max_tokens": "tokens", **{name: name for name in as_named}}
     options = {name: report[key] for name, key in recorded.items() if key in report}
     twin = fit(
         corpus,
         **pair,
         method=config.method,
-        rank=config.rank,
+        rank=report.get("max_rank", config.rank),
         source_layers=[],
         embedding_window=config.embedding_window,
         key_norms=bool(config.key_norms),

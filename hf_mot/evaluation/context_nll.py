@@ -57,8 +57,9 @@ def measure_documents(
         elif arm in SIMILARITIES and has_native and outputs:
             if tuple(rows) not in native:  # scored by an earlier run
                 native.clear()
+                own_cache = batch.native_cache.fork()  # before anything is watched: its prefill runs attention too
                 with attention_outputs(models.target) as native[tuple(rows)]:
-                    continuation_nll(models.target, batch.native_cache.fork(), right[rows])
+                    continuation_nll(models.target, own_cache, right[rows])
             cosines = attention_similarity(models, outputs, native[tuple(rows)])
             for result, own, cosine in zip(
                 results, cache_similarity(models, cache, batch.native_cache), cosines, strict=True

@@ -358,10 +358,20 @@ def describe_form(config: MoTConfig) -> dict[str, Any]:
     form: dict[str, Any] = {"method": config.method}
     if config.method == "reduced_rank" or config.linear_path or config.trunk:
         form["rank"] = "full" if config.rank is None else config.rank
+    if config.piece_ranks is not None:
+        form["piece_ranks"] = config.piece_ranks
     if config.method == "mot":
         form |= {"num_translators": config.num_translators, "hidden_size": config.hidden_size}
     form |= {"source_layers": list(config.source_layers), "embedding_window": config.embedding_window}
     return form if config.target_layers is None else {**form, "target_layers": list(config.target_layers)}
+
+
+def format_rank(form: dict[str, Any]) -> str:
+    """The rank in a [`describe_form`], to go on a sentence with; empty where there is none."""
+    if "rank" not in form:
+        return ""
+    ranks = sum(form.get("piece_ranks", []), [])
+    return f", rank {form['rank']}" + (f" ({min(ranks)} to {max(ranks)} a piece)" if ranks else "")
 
 
 def describe_translator(translator: MoTModel) -> dict[str, Any]:

@@ -21,9 +21,11 @@ from ..data import iterate_documents
 from ..geometry_mot import ModelGeometry
 from ..modeling_mot import MoTModel
 from ..rows_mot import left_pad, positions_from_mask
+from ..translators_mot import Widths
 from ..versions import versions
 from .key_metric import KEY_METRICS, KeyMetric, QueryMoments
 from .norms import KeyLengths
+from .ranks import Budget
 from .solve import LinearMap, choose_layers, choose_ridge, output_sketch, solve
 from .statistics import Moments, Statistics
 from .weights import channel_weights, output_blocks
@@ -135,6 +137,8 @@ def fit(
     piece_weights: Sequence[Sequence[float]] | None = None,
     key_metric: str = "plain",
     key_norms: bool = True,
+    max_parameters: int | None = None,
+    flops_share: float | None = None,
     max_tokens: int = DEFAULT_TOKENS,
     batch_tokens: int = 2048,
     held_out_documents: int = 32,
@@ -150,7 +154,8 @@ def fit(
         source, target (`PreTrainedModel`): The frozen models.
         source_tokenizer, target_tokenizer (`PreTrainedTokenizerBase`): Their fast tokenizers.
         method (`str`, *optional*, defaults to `"reduced_rank"`): The only closed form so far.
-        rank (`int`, *optional*, defaults to 1024): Width of the shared down-projection; `None` for full rank.
+        rank (`int`, *optional*, defaults to 1024): Width of the shared down-projection; `None` for full rank. Within a
+            budget, the most that it may be.
         num_source_layers (`int`, *optional*, defaults to 10): Source layers to read, chosen on a first sample.
         source_layers (`list[int]`, *optional*): Reads these layers instead of choosing.
         embedding_window (`int`, *optional*, defaults to 5): Target token embeddings read beside the source, in tokens.
@@ -162,6 +167,10 @@ def fit(
         key_norms (`bool`, *optional*, defaults to `True`): Give translated keys the weighted length that the target's
             own have, in the layers where it is the same for all keys of a head (targets with QK-norm). A regression
             shrinks what it is unsure of, which flattens attention.
+        max_parameters (`int`, *optional*): Budget: parameters that the translator, and its control, may have. The
+            rank, and how much of it each layer's keys and values read, are then chosen for the least (weighted) error.
+        flops_share (`float`, *optional*): Budget: FLOPs of a handoff as a share of the target's own prefill, at 1,024
+            tokens. Of two budgets the tighter holds.
         max_tokens (`int`, *optional*, defaults to 200,000): Target tokens to fit on; fewer if the text ends earlier.
         batch_tokens (`int`, *optional*, defaults to 2048): Tokens a forward pass; does not change the fit.
         held_out_documents (`int`, *optional*, defaults to 32): Documents set apart to choose the ridge strength.
@@ -172,8 +181,8 @@ def fit(
         [`FitResult`]
 
     Raises:
-        `ValueError`: an unknown method or metric, an impossible size or weight, too little text, models that cannot be
-            translated.
+        `ValueError`: an unknown method or metric, an impossible size, weight or budget, too little text, models that
+            cannot be translated.
     """
     if method != "reduced_rank":
         raise ValueError(f"`method` must be 'reduced_rank', got {method!r}.")
@@ -190,6 +199,9 @@ def fit(
         if value < least:
             raise ValueError(f"`{name}` must be at least {least}, got {value}.")
     pair = Pair(source, target, source_tokenizer, target_tokenizer)
+    budget = Budget.of(pair.target_geometry, max_parameters, flops_share)
+    if budget is not None and rank is None:
+        raise ValueError("`rank` is None, but a budget needs the most that it may be. Give a number.")
     weights = None if piece_weights is None else channel_weights(piece_weights, pair.target_geometry)
     depth = len(pair.source_geometry.layers)
     if source_layers is not None:
@@ -214,6 +226,9 @@ def fit(
         )
     seconds = {"choice_of_layers": time.perf_counter() - started}
     shell = MoTModel(pair.config(source_layers=source_layers, rank=1, embedding_window=embedding_window))
+    if budget is not None:  # too little must not cost the pass over the text
+        read = Widths.of(shell.config)
+        budget.check(rank, read.source_dim + read.embeddings)
     bar.set_description("Fitting")
     statistics, lengths = Statistics(output_blocks(pair.target_geometry)), KeyLengths(pair.target_geometry)
     num_windows, forward_before = 0, pair.seconds["forward"]
@@ -232,7 +247,7 @@ def fit(
     key_weights = lengths.weights() if key_norms else []
     shell.config.key_norms = lengths.constant_layers(key_weights, held_y) if key_norms else []
     held_y = pair.in_metric(held_y)
-    translator, no_source, choices = _solve_both(pair, moments, held_x, held_y, shell.config, rank, seed)
+    translator, no_source, choices = _solve_both(pair, moments, held_x, held_y, shell.config, rank, seed, budget)
     for model in (translator, no_source):
         if model is not None:
             set_key_norms(model, key_weights)
@@ -246,6 +261,9 @@ def fit(
         **choices,
         **({} if piece_weights is None else {"piece_weights": [list(map(float, own)) for own in piece_weights]}),
         **({} if key_metric == "plain" else {"key_metric": key_metric}),
+        **({} if budget is None else {"max_rank": rank}),
+        **({} if max_parameters is None else {"max_parameters": max_parameters}),
+        **({} if flops_share is None else {"flops_share": flops_share}),
         "tokens": moments.count,
         "windows": num_windows,
         "documents": counter["documents"],
@@ -372,30 +390,32 @@ def held_out_rows(pair: Pair, shell: MoTModel, held_out: list[str]) -> tuple[tor
     return torch.cat([x for x, _ in rows]), torch.cat([y for _, y in rows])
 
 
-def _solve_both(pair: Pair, moments: Moments, held_x, held_y, config: MoTConfig, rank: int | None, seed: int):
+def _solve_both(
+    pair: Pair, moments: Moments, held_x, held_y, config: MoTConfig, rank: int | None, seed: int, budget: Budget | None
+):
     """The translator, and from the same moments its control that reads the embeddings alone."""
-    translator, choices = _solve_one(pair, moments, held_x, held_y, config.source_layers, config, rank, seed)
+    translator, choices = _solve_one(pair, moments, held_x, held_y, config, rank, seed, budget)
     if not config.embedding_window:
         return translator, None, choices
     columns = torch.arange(
         len(moments.xx) - config.embedding_window * pair.target_geometry.embedding_dim, len(moments.xx)
     )
-    no_source, own = _solve_one(pair, moments.select(columns), held_x[:, columns], held_y, [], config, rank, seed)
+    config = pair.config(source_layers=[], embedding_window=config.embedding_window, key_norms=config.key_norms)
+    no_source, own = _solve_one(pair, moments.select(columns), held_x[:, columns], held_y, config, rank, seed, budget)
     return translator, no_source, {**choices, "no_source": own}
 
 
-def _solve_one(pair, moments: Moments, held_x, held_y, source_layers, config: MoTConfig, rank: int | None, seed: int):
+def _solve_one(pair, moments: Moments, held_x, held_y, config: MoTConfig, rank, seed: int, budget: Budget | None):
     ridge, curve = choose_ridge(moments, held_x, held_y, seed)
     rank = None if rank is None else min(rank, *moments.xy.shape)
-    shared = {name: getattr(config, name) for name in ("embedding_window", "key_norms")}
-    own = pair.config(source_layers=source_layers, rank=rank, **shared)
-    solution = solve(moments, ridge, rank, seed)
+    solution = solve(moments, ridge, rank, seed, budget)
     solution = solution if pair.key_metric is None else pair.key_metric.undo(solution)
-    return build_translator(own, solution), {
-        "rank": rank,
-        "ridge": ridge,
-        "ridge_curve": curve,
-    }
+    form: dict[str, Any] = {"rank": None if solution.up is None else len(solution.up)}
+    if solution.piece_ranks is not None:
+        form["piece_ranks"] = torch.tensor(solution.piece_ranks).view(-1, 2).tolist()
+    shared = {name: getattr(config, name) for name in ("source_layers", "embedding_window", "key_norms")}
+    own = pair.config(**shared, **form)
+    return build_translator(own, solution), {**form, "ridge": ridge, "ridge_curve": curve}
 
 
 def build_translator(config: MoTConfig, solution: LinearMap) -> MoTModel:
@@ -408,7 +428,9 @@ def build_translator(config: MoTConfig, solution: LinearMap) -> MoTModel:
             module.source_in.weight.copy_(solution.down[:source_dim].T)
         if module.embedding_in is not None:
             module.embedding_in.weight.copy_(solution.down[source_dim:].T)
-        if solution.up is not None:
+        if solution.piece_ranks is not None:
+            module.up.load(solution.up.T)
+        elif solution.up is not None:
             module.up.weight.copy_(solution.up.T)
         module.bias.copy_(solution.bias)
     return model.eval()

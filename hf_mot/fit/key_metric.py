@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -61,8 +62,8 @@ class KeyMetric:
         """A map onto outputs in these coordinates as one onto the target's own."""
         bias = self._turn(solution.bias[None], self.inverses)[0]
         if solution.up is None:
-            return LinearMap(self._turn(solution.down, self.inverses), None, bias)
-        return LinearMap(solution.down, self._turn(solution.up, self.inverses), bias)
+            return replace(solution, down=self._turn(solution.down, self.inverses), bias=bias)
+        return replace(solution, up=self._turn(solution.up, self.inverses), bias=bias)
 
     def _turn(self, outputs: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
         parts = list(outputs.split(self.blocks, dim=1))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .ranks import Budget
 from .statistics import Moments
 
 RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
@@ -17,11 +18,13 @@ _POWER_ITERATIONS = 2
 
 @dataclass
 class LinearMap:
-    """`y = x @ down @ up + bias` in the models' own units; `up` is `None` for a full-rank map."""
+    """`y = x @ down @ up + bias` in the models' own units; `up` is `None` for a full-rank map. With `piece_ranks`, the
+    rows of `up` that a piece does not read are 0."""
 
     down: torch.Tensor
     up: torch.Tensor | None
     bias: torch.Tensor
+    piece_ranks: list[int] | None = None
 
 
 def output_sketch(outputs: int, seed: int) -> torch.Tensor:
@@ -55,26 +58,33 @@ def choose_ridge(
     return min(curve, key=lambda point: point["error"])["ridge"], curve
 
 
-def solve(moments: Moments, ridge: float, rank: int | None, seed: int) -> LinearMap:
+def solve(moments: Moments, ridge: float, rank: int | None, seed: int, budget: Budget | None = None) -> LinearMap:
     """
     Ridge regression, cut to `rank` by reduced-rank regression: of all maps through `rank` channels the one with the
     smallest regularised squared error. Its channels are the leading left singular vectors of `L⁻¹ XᵀY` with
     `LLᵀ = XᵀX + λI`, found by a randomised range finder with power iterations (Halko, Martinsson and Tropp, 2011).
+    Within a budget, `rank` is the most that a piece may read.
     """
     factor = _factor(moments, ridge)
     whitened = torch.linalg.solve_triangular(factor, moments.xy, upper=False)  # [features, outputs]
+    piece_ranks = None
     if rank is None:
         down, up = torch.linalg.solve_triangular(factor.T, whitened, upper=True), None
     else:
         basis = _leading_directions(whitened, rank, seed)
-        down, up = torch.linalg.solve_triangular(factor.T, basis, upper=True), basis.T @ whitened
+        up = basis.T @ whitened
+        if budget is not None:
+            piece_ranks = budget.spend(up, len(basis))
+            read = torch.tensor(piece_ranks).repeat_interleave(torch.tensor(budget.widths))  # [outputs]
+            up = up[: read.max()] * (torch.arange(read.max())[:, None] < read)
+        down = torch.linalg.solve_triangular(factor.T, basis[:, : len(up)], upper=True)
     # From normalised to own units: scales into the weights, means into the bias.
     down = down / moments.x_scale[:, None]
     if up is None:
         down = down * moments.y_scale
         return LinearMap(down, None, moments.y_mean - moments.x_mean @ down)
     up = up * moments.y_scale
-    return LinearMap(down, up, moments.y_mean - moments.x_mean @ down @ up)
+    return LinearMap(down, up, moments.y_mean - moments.x_mean @ down @ up, piece_ranks)
 
 
 def _factor(moments: Moments, ridge: float) -> torch.Tensor:

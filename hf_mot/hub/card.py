@@ -4,7 +4,7 @@ from typing import Any
 
 from hf_mot.configuration_mot import MoTConfig
 from hf_mot.evaluation.gate import CONTROLS
-from hf_mot.evaluation.runner import describe_form
+from hf_mot.evaluation.runner import describe_form, format_rank
 from hf_mot.hub.handwriting import compose
 from hf_mot.hub.metadata import METRICS, front_matter, plain_front_matter
 
@@ -215,12 +215,11 @@ def _cost(evaluation: dict[str, Any]) -> list[str]:
 def _making(config: MoTConfig, report: dict[str, Any]) -> list[str]:
     form = describe_form(config)
     layers = ", ".join(map(str, config.source_layers)) or "none"
-    rank = f", rank {form['rank']}" if "rank" in form else ""
     written = form.get("target_layers")
     window = f", target layers {written[0]}-{written[-1]}" if written else ""
     lines = [
-        f"- method: {config.method}{rank}, source layers {layers}{window}, embeddings of {config.embedding_window} "
-        "target tokens"
+        f"- method: {config.method}{format_rank(form)}, source layers {layers}{window}, embeddings of "
+        f"{config.embedding_window} target tokens"
     ]
     lines += [f"- corpus: {_corpus(corpus)}" for corpus in report.get("corpus", [])]
     counts = [f"{report[key]} {key}" for key in ("tokens", "windows", "documents") if key in report]

@@ -1,12 +1,13 @@
 """A learning rate of its own for the translator's linear path."""
 
+import re
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 # What a closed-form fit gives of a `ReducedRankTranslator`, whose refinement may have weights of the same names.
-LINEAR_PATH = ("source_in.weight", "embedding_in.weight", "up.weight", "bias")
+LINEAR_PATH = re.compile(r"(source_in|embedding_in|up|up\.by_rank\.\d+)\.weight|bias")
 
 
 def linear_path(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -14,7 +15,7 @@ def linear_path(model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
         # By name: a translator that was loaded as remote code has classes of its own.
         if type(module).__name__ == "ReducedRankTranslator":
-            yield from (weight for name, weight in module.named_parameters() if name in LINEAR_PATH)
+            yield from (weight for name, weight in module.named_parameters() if LINEAR_PATH.fullmatch(name))
 
 
 def set_linear_learning_rate(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:
