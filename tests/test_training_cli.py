@@ -114,6 +114,7 @@ def test_train_on_captured_states_does_not_load_the_source(folder, command, tmp_
     start = command.index("--text")
     arguments = [*command[:start], "--states", str(tmp_path / "states"), *command[command.index("--batch-size") :]]
     options = ["--config", "rank=4", "embedding_window=2", "--losses", "cc=1,distill=1"]
+    options += ["--vocabulary-size", "50"]
     assert main([*arguments, *options, "--out", str(tmp_path / "out")]) == 0
     assert loaded == [str(folder / "target")]
     mot = MoTModel.from_pretrained(tmp_path / "out")

@@ -17,10 +17,10 @@ from hf_mot.replay_mot import ReplayPlan
 from hf_mot.rows_mot import positions_from_mask
 
 from .forward import Prompt, context_states, layer_outputs
-from .losses import LossInputs, TopLogProbs
+from .losses import ON_PROMPT, LossInputs, TopLogProbs
 from .queries import capture_queries
+from .vocabulary import narrow_head, narrowed
 
-ON_PROMPT = ("pl", "distill")  # losses on the prompt's tokens; all others are on the context's
 ON_TARGET = (*ON_PROMPT, "key_attention", "cc_hidden")  # losses that the target is run for, whatever was captured
 
 
@@ -93,27 +93,31 @@ class Comparison:
     def loss_inputs(
         self, mot: MoTModel, output: MoTOutput, inputs: TranslationInputs, batch: dict[str, Any]
     ) -> LossInputs:
-        """What the losses compare."""
+        """What the losses compare. Where the batch has a `vocabulary` (ascending ids), logits, labels and likeliest
+        tokens are in its numbering."""
         layers, mask = self.layers(mot), inputs.target_mask
         target = None if self.target is None else unwrap_peft_model(self.target)
         prompt = Prompt(batch["prompt_ids"], batch["prompt_mask"])
         prompt = prompt if any(name in self.losses for name in ON_PROMPT) else None
+        vocabulary = None if prompt is None else batch.get("vocabulary")
         cache, logits = None, None
         with layer_outputs(target, "cc_hidden" in self.losses) as hidden:
             if self.plan.kind != "none" or any(name in self.losses for name in ON_TARGET):
                 cache = mot.assemble(output, inputs, self.target, self.plan)
-        if prompt is not None:
-            logits = prompt.logits(target, cache)
+        with narrow_head(target, vocabulary):
+            if prompt is not None:
+                logits = prompt.logits(target, cache)
+            native = self.native(mot, inputs, batch, prompt)
         if self.plan.kind == "none" and not self.positions_on:
             ours = (output.key_states, output.value_states)
         else:
             ours = context_states(cache, layers, self._strips(mot), mask)
         return LossInputs(
             *ours,
-            **self.native(mot, inputs, batch, prompt),
+            **native,
             mask=self._counted(mot, inputs),
             logits=logits,
-            labels=None if prompt is None else prompt.labels,
+            labels=None if prompt is None else narrowed(prompt.labels, vocabulary),
             hidden_states=tuple(hidden[layer_idx] for layer_idx in layers) if hidden else None,
             translated_layers=len(mot.injected_layers(self.plan)),
             cc_start=self.cc_start,
@@ -151,7 +155,8 @@ class Comparison:
         if not captured:
             states = context_states(cache, layers, self._strips(mot), mask)
         if distilled and "top_ids" in batch:
-            found["native_logits"] = TopLogProbs(*map(prompt.scored, (batch["top_ids"], batch["top_log_probs"])))
+            top_ids, log_probs = map(prompt.scored, (batch["top_ids"], batch["top_log_probs"]))
+            found["native_logits"] = TopLogProbs(narrowed(top_ids, batch.get("vocabulary")), log_probs)
         elif distilled and "native_hidden" in batch:
             head = target.get_output_embeddings()
             found["native_logits"] = head(prompt.scored(batch["native_hidden"]).to(head.weight))
