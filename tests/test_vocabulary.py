@@ -13,7 +13,7 @@ from hf_mot.capture_mot import prefill
 from hf_mot.data.capture import capture_states
 from hf_mot.data.states import StatesDataset
 from hf_mot.evaluation.answers import wrap
-from hf_mot.training import PairCollator, TextDataset
+from hf_mot.training import TextDataset
 from hf_mot.training.forward import Prompt
 from hf_mot.training.trainer import MoTTrainer
 from hf_mot.training.vocabulary import VOCABULARY_EXAMPLES, frequent_tokens, narrow_head, narrowed
@@ -50,7 +50,7 @@ def same_losses(left, right):
 @pytest.mark.parametrize("plan", ["none", "full:1-2"])
 def test_all_tokens_give_the_exact_losses_and_gradients(pair, examples, tmp_path, plan):
     trainer = make_trainer(pair, make_args(tmp_path, losses="cc=1,pl=1,distill=1", replay=plan))
-    batch = PairCollator()(examples[:3])
+    batch = trainer.data_collator(examples[:3])
     exact = losses_and_gradients(trainer, batch)
     everything = torch.arange(len(pair["target_tokenizer"]))
     same_losses(losses_and_gradients(trainer, {**batch, "vocabulary": everything}), exact)
@@ -61,7 +61,7 @@ def test_all_tokens_give_the_exact_losses_and_gradients(pair, examples, tmp_path
 @pytest.mark.parametrize("loss", ["pl", "distill"])
 def test_some_tokens_give_the_masked_softmax(pair, examples, tmp_path, loss):
     trainer = make_trainer(pair, make_args(tmp_path, losses=loss))
-    batch = PairCollator()(examples[:3])
+    batch = trainer.data_collator(examples[:3])
     vocabulary = torch.cat([batch["prompt_ids"].flatten(), torch.arange(20)]).unique()
     read = trainer.comparison.inputs(trainer.translator, batch)
     output = trainer.model(read.source_states, read.embeddings, read.target_mask)
@@ -176,7 +176,7 @@ def test_captured_states_are_narrowed_too(pair, examples, tmp_path, top_logits):
 
     args = make_args(tmp_path, losses="cc=1,pl=1,distill=1", vocabulary_size=size)
     trainer = make_trainer(pair, args, model, train_dataset=captured, source=None, source_tokenizer=None)
-    batch = PairCollator()([captured[index] for index in range(3)])
+    batch = trainer.data_collator([captured[index] for index in range(3)])
     exact = losses_and_gradients(trainer, batch)
     same_losses(losses_and_gradients(trainer, {**batch, "vocabulary": torch.arange(size)}), exact)
     trainer.train()  # its vocabulary has whatever its batches look up

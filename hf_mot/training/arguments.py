@@ -86,7 +86,7 @@ class MoTTrainingArguments(TrainingArguments):
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` must be False: the trainer reads all columns of a batch.")
         super().__post_init__()
-        # Batches hold texts, which one process cannot send to the others: each reads its own share.
+        # Batches hold names, which one process cannot send to the others: each reads its own share.
         if self.accelerator_config.dispatch_batches is None:
             self.accelerator_config.dispatch_batches = False
 

@@ -81,9 +81,11 @@ class MoTTrainer(Trainer):
         args = MoTTrainingArguments("tmp_trainer") if args is None else args
         data = [kwargs.get("train_dataset"), kwargs.get("eval_dataset")]
         captured = next((part for part in data if isinstance(part, StatesDataset)), None)
-        super().__init__(model, args, PairCollator() if data_collator is None else data_collator, **kwargs)
+        super().__init__(model, args, data_collator, **kwargs)
         self.loss_is_scaled_for_ga = True
         mot = self.translator
+        if data_collator is None:
+            self.data_collator = PairCollator(mot.config, source_tokenizer, target_tokenizer)
         mot.config.__dict__.pop("use_cache", None)  # set on every model; a translator has no such field
         for side, language_model, tokenizer in (
             ("source", source, source_tokenizer),
@@ -103,14 +105,11 @@ class MoTTrainer(Trainer):
         self.comparison = Comparison(
             source,
             target,
-            source_tokenizer,
-            target_tokenizer,
             plan=plan,
             losses=[name for name, weight in args.losses.items() if weight],
             captured_layers=None if captured is None else captured.target_layers,
             cc_start=0 if args.correct_window_start else 1,
             layer_weights=layer_weights,
-            allow_variant=allow_variant,
         )
         self.context_evaluation = None
         if eval_documents is not None:
