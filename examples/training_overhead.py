@@ -1,10 +1,13 @@
-"""What a training step costs beyond the models' own forward and backward passes.
+"""What a training step costs: seconds, memory, and the time beyond the models' own forward and backward passes.
 
 python examples/training_overhead.py --source S --target T --text FILE… [--steps 20] [--json PATH] [recipe]
+python examples/training_overhead.py … --states DIR --losses cc
 
 Timed are the forward passes of both language models and of the translator, and the backward pass, which runs through
 all three; the rest of a step (text to batch, alignment, positions, losses, optimizer) is the overhead. The clock reads
-after the accelerator has finished, where there is one. `recipe` are arguments of MoTTrainingArguments.
+after the accelerator has finished, where there is one. Memory is that of the process, or of the GPU: how far it grows
+in training above the loaded models, and where it peaks. `--states` also times steps from captured states (of
+`hf-mot capture`, with the same lengths) in place of text and source. `recipe` are arguments of MoTTrainingArguments.
 """
 
 import argparse
@@ -12,12 +15,15 @@ import inspect
 import json
 import statistics
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
 
+import psutil  # comes with accelerate
 import torch
 from transformers import HfArgumentParser, TrainerCallback
 
+from hf_mot.data.states import StatesDataset
 from hf_mot.hub.resolve import load_model, load_tokenizer
 from hf_mot.training import MoTTrainer, MoTTrainingArguments, TextDataset, TextFiles
 from hf_mot.training.start import new_translator, pair_contracts
@@ -60,12 +66,36 @@ class Timer(TrainerCallback):
         setattr(holder, name, timed_method)
 
 
+class Memory:
+    """Bytes that are in use at the start, and at most, until it is left: on the GPU, else of the process."""
+
+    def __enter__(self):
+        self.start = self.peak = self.now()
+        self.left = threading.Event()
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *args):
+        self.left.set()
+        self.thread.join()
+
+    def watch(self):
+        while not self.left.wait(0.02):  # what lives longer is seen
+            self.peak = max(self.peak, self.now())
+
+    @staticmethod
+    def now() -> int:
+        return torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", required=True)
     parser.add_argument("--target", required=True)
     parser.add_argument("--text", nargs="+", required=True)
     parser.add_argument("--lines", action="store_true")
+    parser.add_argument("--states")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rank", type=int, default=1024)
     parser.add_argument("--json")
@@ -75,6 +105,13 @@ def main():
         args = HfArgumentParser(MoTTrainingArguments).parse_args_into_dataclasses(recipe)[0]
         report = measure(options, args)
     print(f"{report['overhead']:.1%} of a step of {report['step_s']:.3f} s is none of the models' own passes")
+    print(
+        f"100 steps take {100 * report['step_s'] / 60:.1f} minutes; memory grows by "
+        f"{report['memory_growth_bytes'] / 2**30:.2f} GiB to {report['memory_peak_bytes'] / 2**30:.2f} GiB"
+    )
+    if "states" in report:
+        states = report["states"]
+        print(f"from captured states a step takes {states['step_s']:.3f} s: {states['speedup']:.1f} times faster")
     if options.json is not None:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=2)
@@ -83,7 +120,9 @@ def main():
 def measure(options: argparse.Namespace, args: MoTTrainingArguments) -> dict:
     pair = {side: load_model(getattr(options, side)) for side in ("source", "target")}
     pair |= {f"{side}_tokenizer": load_tokenizer(getattr(options, side)) for side in ("source", "target")}
-    model = new_translator(pair_contracts(**pair), trunk=True, rank=options.rank)
+    captured = None if options.states is None else StatesDataset(options.states)
+    layers = {} if captured is None else {"source_layers": captured.source_layers}
+    model = new_translator(pair_contracts(**pair), trunk=True, rank=options.rank, **layers)
     text = TextDataset.from_args(TextFiles(options.text, options.lines), pair["target_tokenizer"], args)
     timer = Timer()
     trainer = MoTTrainer(model, args, train_dataset=text, callbacks=[timer], **pair)
@@ -92,18 +131,23 @@ def measure(options: argparse.Namespace, args: MoTTrainingArguments) -> dict:
     timer.wrap(pair["target"].get_decoder(), "forward")
     timer.wrap(pair["target"].get_output_embeddings(), "forward")
     timer.wrap(trainer.accelerator, "backward")
-    trainer.train()
+    with Memory() as memory:
+        trainer.train()
     # The first step also measures the scale of the target's states.
     shares = [1 - inner / step for step, inner in zip(timer.steps, timer.passes, strict=True)][1:]
-    return {
+    report = {
         "overhead": statistics.median(shares),
         "overhead_range": [min(shares), max(shares)],
         "step_s": statistics.median(timer.steps[1:]),
+        "step_s_range": [min(timer.steps[1:]), max(timer.steps[1:])],
+        "memory_growth_bytes": memory.peak - memory.start,
+        "memory_peak_bytes": memory.peak,
         "steps": len(shares),
         "sequences": args.train_batch_size * args.gradient_accumulation_steps,
         "length": args.length,
         "context_length": args.context_length,
         "losses": args.losses,
+        "vocabulary_size": args.vocabulary_size,
         "replay": str(trainer.comparison.plan),
         "source": trainer.translator.config.source["id"],
         "target": trainer.translator.config.target["id"],
@@ -111,6 +155,14 @@ def measure(options: argparse.Namespace, args: MoTTrainingArguments) -> dict:
         "device": str(args.device),
         "versions": versions(),
     }
+    if captured is not None:
+        states = StatesDataset(options.states, model.config)
+        target = {name: part for name, part in pair.items() if name.startswith("target")}
+        timer = Timer()
+        MoTTrainer(model, args, train_dataset=states, callbacks=[timer], **target).train()
+        step_s = statistics.median(timer.steps[1:])
+        report["states"] = {"step_s": step_s, "speedup": report["step_s"] / step_s, "examples": len(states)}
+    return report
 
 
 if __name__ == "__main__":

@@ -316,7 +316,7 @@ class MoTModel(MoTPreTrainedModel):
         prefix_ids = self.config.source["prefix_ids"]
         ids = [prefix_ids + tokenize_with_spans(source_tokenizer, text)[0] for text in texts]
         source_ids, source_mask = left_pad(ids)
-        _check_length("source", source_ids.shape[1], self.source_geometry)
+        check_length("source", source_ids.shape[1], self.source_geometry)
         return prefill(source, source_ids, source_mask, self.config.source_layers), source_ids, source_mask
 
     def prepare(
@@ -358,7 +358,7 @@ class MoTModel(MoTPreTrainedModel):
         aligned = self._align(source_input_ids, source_mask, source_tokenizer, target_tokenizer, texts, given)
         prefix = self.config.target["prefix_ids"]
         target_ids, target_mask = left_pad([prefix + row.target_ids for row in aligned])
-        _check_length("target", target_ids.shape[1], self.target_geometry)
+        check_length("target", target_ids.shape[1], self.target_geometry)
         if source_states is not None:
             first = source_mask.long().argmax(dim=1).tolist()  # what the target's prefix is beside
             source_index, _ = left_pad(
@@ -474,7 +474,8 @@ class MoTModel(MoTPreTrainedModel):
         return cache
 
 
-def _check_length(side: str, tokens: int, geometry: ModelGeometry) -> None:
+def check_length(side: str, tokens: int, geometry: ModelGeometry) -> None:
+    """Refuses more tokens than the model has positions. Raises `ValueError`."""
     if geometry.max_positions is not None and tokens > geometry.max_positions:
         raise ValueError(
             f"The context has {tokens} {side} tokens, more than the {geometry.max_positions} positions of the {side}. "

@@ -86,7 +86,7 @@ def test_gradient_of_each_loss_reaches_the_translator(pair, uneven, tmp_path, lo
             make_trainer(pair, make_args(tmp_path, losses=losses, replay=plan))
         return
     trainer = make_trainer(pair, make_args(tmp_path, losses=losses, replay=plan))
-    trainer.compute_loss(trainer.model, PairCollator()(uneven)).backward()
+    trainer.compute_loss(trainer.model, trainer.data_collator(uneven)).backward()
     for name, weight in trainer.model.named_parameters():
         assert weight.grad is not None and weight.grad.abs().max() > 0, name
 
@@ -109,13 +109,58 @@ def test_a_perfect_translation_costs_nothing(uneven, tmp_path, family, plan):
 
 def test_prompt_loss_is_that_of_the_prompt_after_a_handoff(pair, uneven, tmp_path):
     trainer = make_trainer(pair, make_args(tmp_path, losses="pl"))
-    loss = trainer.compute_loss(trainer.model, PairCollator()(uneven))
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator(uneven))
     ids, mask = left_pad([example.context_ids for example in uneven])
     cache = trainer.translator.handoff(
         [example.text for example in uneven], **pair, target_input_ids=ids, target_attention_mask=mask
     )
     expected = torch.cat(token_losses(pair["target"], cache, [example.prompt_ids for example in uneven]))
     assert loss.item() == pytest.approx(expected.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("position_free", [True, False])
+@pytest.mark.parametrize("kind", ["two tokenizers", "one tokenizer", "no source"])
+def test_batches_hold_what_a_handoff_finds_out(pair, uneven, tmp_path, kind, position_free):
+    own = make_own("gemma3") if kind == "one tokenizer" else pair
+    model = make_translator(own, source_layers=() if kind == "no source" else (0, 2))
+    model.config.position_free = position_free
+    trainer = make_trainer(own, make_args(tmp_path), model, train_dataset=uneven)
+    read = trainer.comparison.inputs(model, trainer.data_collator(uneven))
+    ids, mask = left_pad([example.context_ids for example in uneven])
+    texts = [example.text for example in uneven]
+    cache, source_ids, source_mask = model.read_source(texts, own["source"], own["source_tokenizer"])
+    expected = model.prepare(
+        cache,
+        source_ids,
+        source_attention_mask=source_mask,
+        source_tokenizer=own["source_tokenizer"],
+        target=own["target"],
+        target_tokenizer=own["target_tokenizer"],
+        target_input_ids=ids,
+        target_attention_mask=mask,
+        text=texts,
+    )
+    for name in ("source_states", "embeddings", "target_ids", "target_mask"):
+        found, wanted = getattr(read, name), getattr(expected, name)
+        assert (found is None and wanted is None) or torch.allclose(found, wanted, atol=1e-5), name
+
+
+def test_batches_made_by_a_worker_are_the_same(pair, tmp_path):
+    ends = []
+    for workers in (0, 1):
+        trainer = make_trainer(pair, make_args(tmp_path, max_steps=2, dataloader_num_workers=workers))
+        trainer.train()
+        ends.append(weights_of(trainer.translator))
+    assert same(*ends)
+
+
+def test_batches_without_the_sources_side_are_refused(pair, uneven, tmp_path):
+    trainer = make_trainer(pair, make_args(tmp_path), data_collator=PairCollator(), train_dataset=uneven)
+    with pytest.raises(ValueError, match=r"`data_collator` must give `source_ids`.* got target_ids.* Use Pair"):
+        trainer.train()
+    trainer = make_trainer(pair, make_args(tmp_path), train_dataset=uneven, source=None)
+    with pytest.raises(ValueError, match="`source` is required: the translator reads"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("top_logits", [0, 300, None])

@@ -114,6 +114,7 @@ def test_train_on_captured_states_does_not_load_the_source(folder, command, tmp_
     start = command.index("--text")
     arguments = [*command[:start], "--states", str(tmp_path / "states"), *command[command.index("--batch-size") :]]
     options = ["--config", "rank=4", "embedding_window=2", "--losses", "cc=1,distill=1"]
+    options += ["--vocabulary-size", "50"]
     assert main([*arguments, *options, "--out", str(tmp_path / "out")]) == 0
     assert loaded == [str(folder / "target")]
     mot = MoTModel.from_pretrained(tmp_path / "out")
@@ -173,12 +174,21 @@ def test_example_trains_a_pair(folder, tmp_path, monkeypatch, capsys):
 
 def test_overhead_is_measured(folder, tmp_path, monkeypatch, capsys):
     arguments = ["--source", folder / "source", "--target", folder / "target", "--text", folder / "train.txt"]
-    arguments += ["--lines", "--steps", 2, "--rank", 8, "--json", tmp_path / "overhead.json", "--use_cpu", "true"]
+    arguments += ["--lines"]
+    captured = ["--length", 40, "--context", 20, "--source-layers", 0, 2, "--examples", 8]
+    captured += ["--out", tmp_path / "states"]
+    assert main(["capture", *map(str, [*arguments, *captured])]) == 0
+    arguments += ["--steps", 2, "--rank", 8, "--json", tmp_path / "overhead.json", "--use_cpu", "true"]
     arguments += ["--length", 40, "--context_length", 20, "--gradient_accumulation_steps", 1, "--disable_tqdm", "true"]
+    arguments += ["--states", tmp_path / "states", "--losses", "cc"]
     monkeypatch.setattr(sys, "argv", ["training_overhead.py", *map(str, arguments)])
     runpy.run_path(str(EXAMPLES / "training_overhead.py"), run_name="__main__")
     report = json.loads((tmp_path / "overhead.json").read_text())
     assert 0 < report["overhead"] < 1 and report["steps"] == 2
+    assert report["memory_peak_bytes"] >= report["memory_growth_bytes"] >= 0
+    states = report["states"]
+    assert states["examples"] == 8 and states["speedup"] == pytest.approx(report["step_s"] / states["step_s"])
+    assert "from captured states a step takes" in capsys.readouterr().out
 
 
 @pytest.fixture

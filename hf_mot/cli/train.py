@@ -49,6 +49,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, metavar="N", help="target tokens of an example [128]")
     parser.add_argument("--context", metavar="C", help="of these, context; a range 64-256 mixes lengths [64]")
     parser.add_argument("--copy-share", type=float, metavar="X", help="share of prompts to copy from the context [0]")
+    parser.add_argument("--vocabulary-size", type=int, metavar="N", help="tokens that pl and distill compare [all]")
     parser.add_argument("--max-steps", type=int, metavar="N", help="optimizer steps [500]")
     parser.add_argument("--batch-size", type=int, metavar="B", help="sequences a forward pass [4]")
     parser.add_argument("--accumulation", type=int, metavar="N", help="forward passes a step [4]")
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from hf_mot.training.checkpoints import check_run, last_checkpoint
     from hf_mot.training.optimizer import linear_path
     from hf_mot.training.trainer import VARIANCE_EXAMPLES
+    from hf_mot.training.vocabulary import VOCABULARY_EXAMPLES
 
     settings = translator_settings(args)
     training = training_arguments(args)
@@ -103,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
         training.linear_learning_rate = training.learning_rate / 100
     if states is None:
         examples = TextDataset.from_args(text, pair["target_tokenizer"], training)
-        examples.head(VARIANCE_EXAMPLES)  # the trainer's; text without any is an error now, not after the first steps
+        # The trainer's; text without any is an error now, not after the first steps.
+        examples.head(VARIANCE_EXAMPLES if training.vocabulary_size is None else VOCABULARY_EXAMPLES)
         corpus = [describe_file(path) for path in args.text]
     else:
         examples = StatesDataset(args.states, model.config)
@@ -186,6 +189,7 @@ def training_arguments(args: argparse.Namespace) -> Any:
         "length": args.length,
         "context_length": args.context,
         "copy_share": args.copy_share,
+        "vocabulary_size": args.vocabulary_size,
         "max_steps": args.max_steps,
         "per_device_train_batch_size": args.batch_size,
         "per_device_eval_batch_size": args.batch_size,

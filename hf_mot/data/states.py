@@ -2,7 +2,7 @@
 
 import bisect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,13 @@ class StatesDataset(Dataset):
         if self._columns is not None and self.source_layers:
             found["source_states"] = found["source_states"][:, self._columns]
         return found
+
+    def token_ids(self) -> Iterator[torch.Tensor]:
+        """The ids of all contexts, prompts and likeliest next tokens, a tensor of a shard after the other."""
+        for number in range(len(self.index["shards"])):
+            for name in ("context_ids", "prompt_ids", "top_ids"):
+                if name in shard_layout(self.index):
+                    yield self._shard(number).get_tensor(name)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}  # open files do not travel to a worker

@@ -6,7 +6,7 @@ from transformers import TrainingArguments
 
 from hf_mot.replay_mot import ReplayPlan
 
-from .losses import check_losses
+from .losses import ON_PROMPT, check_losses
 
 
 @dataclass
@@ -35,6 +35,13 @@ class MoTTrainingArguments(TrainingArguments):
             Share of the examples whose prompt must be copied from the context.
         shuffle_buffer (`int`, *optional*, defaults to 50,000):
             Examples held to be shuffled.
+        vocabulary_size (`int`, *optional*):
+            Narrows the losses on prompts to so many of the target's tokens, the most frequent ones of the training
+            data, and those of the step's own prompts. The softmax of both models then runs over these alone: `"pl"`
+            is a lower bound of the exact cross-entropy, and `"distill"` compares the two distributions given that
+            one of these tokens comes next. An LM head over a large vocabulary costs more than a small model's layers;
+            without it, nothing keeps tokens that do not occur from becoming likely. A loss in training alone:
+            evaluation is always exact. By default all tokens are compared.
         linear_learning_rate (`float`, *optional*):
             Learning rate of the translator's linear path, which may come from a closed-form fit. By default
             `learning_rate`.
@@ -44,7 +51,7 @@ class MoTTrainingArguments(TrainingArguments):
             Documents it is measured on, at most.
 
     Raises:
-        `ValueError`: losses, lengths or a plan that cannot be read.
+        `ValueError`: losses, lengths or a plan that cannot be read, a vocabulary that is empty or for no loss.
     """
 
     max_steps: int = field(default=500, metadata={"help": "Optimizer steps."})
@@ -64,6 +71,7 @@ class MoTTrainingArguments(TrainingArguments):
     context_length: str = field(default="64", metadata={"help": "Target tokens of context, or a range 64-256."})
     copy_share: float = field(default=0.0, metadata={"help": "Share of examples that must be copied."})
     shuffle_buffer: int = field(default=50_000, metadata={"help": "Examples held to be shuffled."})
+    vocabulary_size: int | None = field(default=None, metadata={"help": "Tokens that losses on prompts compare."})
     linear_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of the linear path."})
     eval_context_length: int = field(default=256, metadata={"help": "Tokens of context where recovery is measured."})
     eval_limit: int = field(default=32, metadata={"help": "Documents it is measured on, at most."})
@@ -72,13 +80,24 @@ class MoTTrainingArguments(TrainingArguments):
         self.losses = parse_losses({"cc": 1.0, "pl": 1.0} if self.losses is None else self.losses)
         if self.replay is not None:
             ReplayPlan.parse(self.replay)
+        if self.vocabulary_size is not None:
+            self._check_vocabulary_size()
         self.context_range  # noqa: B018  reads it, and refuses what it cannot
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` must be False: the trainer reads all columns of a batch.")
         super().__post_init__()
-        # Batches hold texts, which one process cannot send to the others: each reads its own share.
+        # Batches hold names, which one process cannot send to the others: each reads its own share.
         if self.accelerator_config.dispatch_batches is None:
             self.accelerator_config.dispatch_batches = False
+
+    def _check_vocabulary_size(self) -> None:
+        if self.vocabulary_size < 1:
+            raise ValueError(f"`vocabulary_size` must be 1 token or more, got {self.vocabulary_size}.")
+        if not any(self.losses.get(name) for name in ON_PROMPT):
+            raise ValueError(
+                f"`vocabulary_size` is {self.vocabulary_size}, but `losses` {self.losses} has none on prompts "
+                f"({', '.join(ON_PROMPT)}), which it would narrow. Leave it out."
+            )
 
     @property
     def context_range(self) -> tuple[int, int]:

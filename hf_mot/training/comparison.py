@@ -6,21 +6,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
-from hf_mot.capture_mot import prefill
+from hf_mot.capture_mot import prefill, source_states
 from hf_mot.data.states import split_layers, translation_inputs
 from hf_mot.evaluation.answers import wrap
-from hf_mot.modeling_mot import MoTModel, MoTOutput, TranslationInputs
+from hf_mot.modeling_mot import MoTModel, MoTOutput, TranslationInputs, check_length
 from hf_mot.replay_mot import ReplayPlan
 from hf_mot.rows_mot import positions_from_mask
 
 from .forward import Prompt, context_states, layer_outputs
-from .losses import LossInputs, TopLogProbs
+from .losses import ON_PROMPT, LossInputs, TopLogProbs
 from .queries import capture_queries
+from .vocabulary import narrow_head, narrowed
 
-ON_PROMPT = ("pl", "distill")  # losses on the prompt's tokens; all others are on the context's
 ON_TARGET = (*ON_PROMPT, "key_attention", "cc_hidden")  # losses that the target is run for, whatever was captured
 
 
@@ -28,17 +28,15 @@ ON_TARGET = (*ON_PROMPT, "key_attention", "cc_hidden")  # losses that the target
 class Comparison:
     """
     Runs the frozen models over a batch, as far as the wanted losses need it and the batch does not hold it: one of
-    [`PairCollator`] holds texts and ids, one of [`hf_mot.data.states.collate`] states too.
+    [`PairCollator`] holds the ids of both, aligned, one of [`hf_mot.data.states.collate`] states.
 
     Args:
-        source, target (`PreTrainedModel`): The frozen models, where they are run.
-        source_tokenizer, target_tokenizer (`PreTrainedTokenizerBase`): Their tokenizers.
+        source, target (`PreTrainedModel`): The frozen models, where they are run; known to be the translator's pair.
         plan ([`ReplayPlan`]): What the target computes itself.
         losses (`Sequence[str]`): The wanted losses.
         captured_layers (`Sequence[int]`, *optional*): The target layers whose states batches hold, if they hold any.
         cc_start (`int`): As in [`LossInputs`].
         layer_weights (`Sequence`, *optional*): Weights of all target layers, as in [`LossInputs`].
-        allow_variant (`bool`): As in [`MoTModel.translate`].
 
     Raises:
         `ValueError`: a loss or plan that needs a target, without one; a loss that the plan cannot have.
@@ -46,14 +44,11 @@ class Comparison:
 
     source: PreTrainedModel | None
     target: PreTrainedModel | None
-    source_tokenizer: PreTrainedTokenizerBase | None
-    target_tokenizer: PreTrainedTokenizerBase | None
     plan: ReplayPlan
     losses: Sequence[str]
     captured_layers: Sequence[int] | None = None
     cc_start: int = 0
     layer_weights: Sequence[float | tuple[float, float]] | None = None
-    allow_variant: bool = False
 
     def __post_init__(self):
         if "cc_hidden" in self.losses and self.plan.kind == "none":
@@ -71,49 +66,57 @@ class Comparison:
     def inputs(self, mot: MoTModel, batch: dict[str, Any], table: nn.Module | None = None) -> TranslationInputs:
         """What the translator reads: the source's states of the contexts, aligned. `table`: the target's embeddings,
         where there is no target."""
-        if "texts" not in batch:
-            table = table if self.target is None else self.target.get_input_embeddings()
-            return translation_inputs(batch, mot.config, table, mot.dtype)
-        cache, source_ids, source_mask = mot.read_source(
-            batch["texts"], self.source, self.source_tokenizer, self.allow_variant
-        )
-        return mot.prepare(
-            cache,
-            source_ids,
-            source_attention_mask=source_mask,
-            source_tokenizer=self.source_tokenizer,
-            target=self.target,
-            target_tokenizer=self.target_tokenizer,
-            target_input_ids=batch["target_ids"],
-            target_attention_mask=batch["target_mask"],
-            text=batch["texts"],
-            allow_variant=self.allow_variant,
-        )
+        table = table if self.target is None else self.target.get_input_embeddings()
+        if mot.config.source_layers and "source_states" not in batch:
+            batch = {**batch, "source_states": self._source_states(mot, batch)}
+        dtype = next((weight.dtype for weight in mot.parameters()), torch.float32)
+        return translation_inputs(batch, mot.config, table, dtype)
+
+    def _source_states(self, mot: MoTModel, batch: dict[str, Any]) -> torch.Tensor:
+        """`[batch, context, width]`: the states of the source's own prefill, beside each token of the target."""
+        if self.source is None:
+            raise ValueError("`source` is required: the translator reads the source model's states of the context.")
+        if "source_index" not in batch:
+            raise ValueError(
+                "`data_collator` must give `source_ids`, `source_mask` and `source_index` for a translator that reads "
+                f"a source, got {', '.join(batch)}. Use PairCollator(config, source_tokenizer, target_tokenizer)."
+            )
+        ids, mask, layers = batch["source_ids"], batch["source_mask"], mot.config.source_layers
+        check_length("source", ids.shape[1], mot.source_geometry)
+        cache = prefill(self.source, ids, mask, layers)
+        positions = positions_from_mask(mask).to(cache.layers[layers[0]].keys.device)
+        states = source_states(cache, mot.source_geometry, layers, positions, mot.config.position_free)
+        index = batch["source_index"].to(states.device)[..., None].expand(-1, -1, states.shape[-1])
+        return states.gather(1, index).to(batch["target_mask"].device)
 
     def loss_inputs(
         self, mot: MoTModel, output: MoTOutput, inputs: TranslationInputs, batch: dict[str, Any]
     ) -> LossInputs:
-        """What the losses compare."""
+        """What the losses compare. Where the batch has a `vocabulary` (ascending ids), logits, labels and likeliest
+        tokens are in its numbering."""
         layers, mask = self.layers(mot), inputs.target_mask
         target = None if self.target is None else unwrap_peft_model(self.target)
         prompt = Prompt(batch["prompt_ids"], batch["prompt_mask"])
         prompt = prompt if any(name in self.losses for name in ON_PROMPT) else None
+        vocabulary = None if prompt is None else batch.get("vocabulary")
         cache, logits = None, None
         with layer_outputs(target, "cc_hidden" in self.losses) as hidden:
             if self.plan.kind != "none" or any(name in self.losses for name in ON_TARGET):
                 cache = mot.assemble(output, inputs, self.target, self.plan)
-        if prompt is not None:
-            logits = prompt.logits(target, cache)
+        with narrow_head(target, vocabulary):
+            if prompt is not None:
+                logits = prompt.logits(target, cache)
+            native = self.native(mot, inputs, batch, prompt)
         if self.plan.kind == "none" and not self.positions_on:
             ours = (output.key_states, output.value_states)
         else:
             ours = context_states(cache, layers, self._strips(mot), mask)
         return LossInputs(
             *ours,
-            **self.native(mot, inputs, batch, prompt),
+            **native,
             mask=self._counted(mot, inputs),
             logits=logits,
-            labels=None if prompt is None else prompt.labels,
+            labels=None if prompt is None else narrowed(prompt.labels, vocabulary),
             hidden_states=tuple(hidden[layer_idx] for layer_idx in layers) if hidden else None,
             translated_layers=len(mot.injected_layers(self.plan)),
             cc_start=self.cc_start,
@@ -151,7 +154,8 @@ class Comparison:
         if not captured:
             states = context_states(cache, layers, self._strips(mot), mask)
         if distilled and "top_ids" in batch:
-            found["native_logits"] = TopLogProbs(*map(prompt.scored, (batch["top_ids"], batch["top_log_probs"])))
+            top_ids, log_probs = map(prompt.scored, (batch["top_ids"], batch["top_log_probs"]))
+            found["native_logits"] = TopLogProbs(narrowed(top_ids, batch.get("vocabulary")), log_probs)
         elif distilled and "native_hidden" in batch:
             head = target.get_output_embeddings()
             found["native_logits"] = head(prompt.scored(batch["native_hidden"]).to(head.weight))

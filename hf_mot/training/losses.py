@@ -33,7 +33,8 @@ class LossInputs:
             native ones.
         native_key_states, native_value_states (`tuple[torch.Tensor, ...]`): The native target's, of the same layers.
         mask (`torch.Tensor`): `[batch, seq]`, 1 on the context tokens that count (no pads, no prefix).
-        logits (`torch.Tensor`, *optional*): `[scored tokens, vocab]`, after the translated context.
+        logits (`torch.Tensor`, *optional*): `[scored tokens, vocab]`, after the translated context. Of a narrower
+            vocabulary, where ids below are in its numbering too.
         native_logits (`torch.Tensor` or [`TopLogProbs`], *optional*): The native target's for the same tokens.
         labels (`torch.Tensor`, *optional*): `[scored tokens]`, the tokens that really follow.
         hidden_states, native_hidden_states (`tuple[torch.Tensor, ...]`, *optional*): Outputs of the decoder layers
@@ -165,6 +166,8 @@ LOSSES: dict[str, Callable[[LossInputs], torch.Tensor]] = {
     "distill": distillation,
     "key_attention": key_attention,
 }
+
+ON_PROMPT = ("pl", "distill")  # on the prompt's tokens; all others are on the context's
 
 
 def check_losses(weights: dict[str, float]) -> None:

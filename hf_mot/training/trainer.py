@@ -19,14 +19,15 @@ from hf_mot.modeling_mot import MoTModel
 from .arguments import MoTTrainingArguments
 from .checkpoints import check_checkpoint, last_checkpoint
 from .collator import PairCollator
-from .comparison import ON_PROMPT, Comparison, token_counts
+from .comparison import Comparison, token_counts
 from .datasets import TextDataset
 from .evaluation import ContextEvaluation
-from .losses import native_variances, weighted_sum
+from .losses import ON_PROMPT, native_variances, weighted_sum
 from .meter import Meter
 from .optimizer import set_linear_learning_rate
 from .report import last_logged, training_report
 from .routing import RouterUsage
+from .vocabulary import VOCABULARY_EXAMPLES, frequent_tokens, scored_ids
 
 TOKENS = ("context", "prompt", "all")
 # What variances are taken from, whatever the run's own batches: resumed and split runs see the same.
@@ -80,9 +81,11 @@ class MoTTrainer(Trainer):
         args = MoTTrainingArguments("tmp_trainer") if args is None else args
         data = [kwargs.get("train_dataset"), kwargs.get("eval_dataset")]
         captured = next((part for part in data if isinstance(part, StatesDataset)), None)
-        super().__init__(model, args, PairCollator() if data_collator is None else data_collator, **kwargs)
+        super().__init__(model, args, data_collator, **kwargs)
         self.loss_is_scaled_for_ga = True
         mot = self.translator
+        if data_collator is None:
+            self.data_collator = PairCollator(mot.config, source_tokenizer, target_tokenizer)
         mot.config.__dict__.pop("use_cache", None)  # set on every model; a translator has no such field
         for side, language_model, tokenizer in (
             ("source", source, source_tokenizer),
@@ -102,14 +105,11 @@ class MoTTrainer(Trainer):
         self.comparison = Comparison(
             source,
             target,
-            source_tokenizer,
-            target_tokenizer,
             plan=plan,
             losses=[name for name, weight in args.losses.items() if weight],
             captured_layers=None if captured is None else captured.target_layers,
             cc_start=0 if args.correct_window_start else 1,
             layer_weights=layer_weights,
-            allow_variant=allow_variant,
         )
         self.context_evaluation = None
         if eval_documents is not None:
@@ -129,6 +129,7 @@ class MoTTrainer(Trainer):
             )
         self.facts: dict[str, Any] = {}  # what else the report says, e.g. the name of the text
         self._variances: dict[str, list[float]] | None = None
+        self._frequent: torch.Tensor | None = None
         self._meters = {True: Meter(), False: Meter()}  # in training, in evaluation
         self._usage = RouterUsage(self.model)
         self.add_callback(_LogLastStep())
@@ -166,12 +167,16 @@ class MoTTrainer(Trainer):
             return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """The batches of an optimizer step, and how many tokens they have in all processes."""
+        """The batches of an optimizer step, and how many tokens they have in all processes. What their losses on
+        prompts are narrowed to is one vocabulary for all of them, however they are split."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = [token_counts(batch, self.prefix) for batch in batches]
         totals = torch.tensor([sum(count[name] for count in counts) for name in TOKENS], device=device)
         totals = dict(zip(TOKENS, self.accelerator.reduce(totals, "sum").tolist(), strict=True))
         self.state.num_input_tokens_seen += totals["all"]
+        if self.args.vocabulary_size is not None:
+            vocabulary = self._vocabulary(batches, device)
+            batches = [{**batch, "vocabulary": vocabulary} for batch in batches]
         return batches, totals
 
     def create_optimizer(self, model=None):
@@ -233,11 +238,7 @@ class MoTTrainer(Trainer):
         if self._variances is None:
             dataset = self.eval_dataset if self.train_dataset is None else self.train_dataset
             dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-            if isinstance(dataset, TextDataset):
-                examples = dataset.head(VARIANCE_EXAMPLES)
-            else:
-                examples = list(itertools.islice(iter(dataset), VARIANCE_EXAMPLES))
-            found = []
+            examples, found = _first(dataset, VARIANCE_EXAMPLES), []
             for start in range(0, len(examples), VARIANCE_BATCH):
                 batch = self._prepare_inputs(self.data_collator(examples[start : start + VARIANCE_BATCH]))
                 read = self.comparison.inputs(self.translator, batch, self.target_embeddings)
@@ -247,6 +248,18 @@ class MoTTrainer(Trainer):
                 for name in found[0]
             }
         return self._variances
+
+    def _vocabulary(self, batches: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
+        """Ids, ascending: the frequent ones of the training data, and those of the prompts in all processes."""
+        if self._frequent is None:
+            size = len(self.comparison.target.get_output_embeddings().weight)
+            data = self.train_dataset
+            data = data if isinstance(data, StatesDataset) else _first(data, VOCABULARY_EXAMPLES)
+            self._frequent = frequent_tokens(data, self.args.vocabulary_size, size)
+        wanted = self._frequent.to(device, copy=True)
+        for ids in itertools.chain.from_iterable(map(scored_ids, batches)):
+            wanted[ids.to(device)] = 1
+        return self.accelerator.reduce(wanted, "sum").nonzero().flatten()
 
     def _check_finite(self, loss: torch.Tensor, parts: dict[str, torch.Tensor], batch: dict[str, Any]) -> None:
         if not bool(torch.isfinite(loss)):
@@ -268,6 +281,13 @@ class _LogLastStep(TrainerCallback):
 def kind(loss: str) -> str:
     """Which tokens a loss is a mean over."""
     return "prompt" if loss in ON_PROMPT else "context"
+
+
+def _first(dataset: Any, count: int) -> list[Any]:
+    """The first examples of a dataset, at most `count`."""
+    if isinstance(dataset, TextDataset):
+        return dataset.head(count)
+    return list(itertools.islice(iter(dataset), count))
 
 
 def _freeze(model: nn.Module, device: torch.device) -> None:
