@@ -378,6 +378,30 @@ def test_linear_path_is_that_and_nothing_beside_it(pair, tmp_path, fields):
     assert slow == {id(weight) for weight in (own.source_in.weight, own.embedding_in.weight, own.up.weight, own.bias)}
 
 
+def test_only_what_is_asked_for_is_trained(pair, tmp_path):
+    model = make_translator(pair)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    trainer = make_trainer(pair, make_args(tmp_path, train_only=r"\bup\b|bias$"), model)
+    trainer.train()
+    changed = {
+        name for name, weight in trainer.translator.state_dict().items() if not torch.equal(weight, before[name])
+    }
+    assert changed == {"translator.up.weight", "translator.bias"}
+    assert trainer.report()["training"]["settings"]["train_only"] == r"\bup\b|bias$"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("nothing", "`train_only` 'nothing' is found in no parameter's name. They are translator.bias, translator."),
+        ("(", r"`train_only` must be a regular expression, got '\('"),
+    ],
+)
+def test_what_cannot_be_trained_alone_is_refused(pair, tmp_path, pattern, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(pair, make_args(tmp_path, train_only=pattern))
+
+
 def test_bf16_keeps_the_weights_in_fp32(pair, uneven, tmp_path):
     losses = []
     for bf16 in (False, True):

@@ -57,6 +57,9 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--linear-learning-rate", type=float, metavar="X", help="of the linear path [the same; with --init 1/100]"
     )
+    parser.add_argument(
+        "--train-only", metavar="REGEX", help="train parameters with such names alone, e.g. key_norms [all]"
+    )
     parser.add_argument("--eval-text", nargs="+", metavar="FILE", help="held-out text to measure on in between")
     parser.add_argument(
         "--eval-steps", type=int, default=100, metavar="N", help="steps between two measurements [100]"
@@ -83,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
     from hf_mot.training import MoTTrainer, TextDataset, TextFiles
     from hf_mot.training.checkpoints import check_run, last_checkpoint
-    from hf_mot.training.optimizer import linear_path
+    from hf_mot.training.optimizer import linear_path, train_only
     from hf_mot.training.trainer import VARIANCE_EXAMPLES
     from hf_mot.training.vocabulary import VOCABULARY_EXAMPLES
 
@@ -99,7 +102,10 @@ def run(args: argparse.Namespace) -> int:
     if states is None or held_out is not None:  # captured states stand for the source
         pair |= {"source": load_model(args.source, dtype=args.dtype), "source_tokenizer": load_tokenizer(args.source)}
     model = _translator(args, pair, states, init, settings)
-    if init is not None and training.linear_learning_rate is None and any(True for _ in linear_path(model)):
+    if training.train_only is not None:  # the trainer's; a name that is not there is an error now
+        train_only(model, training.train_only)
+    fitted = init is not None and any(weight.requires_grad for weight in linear_path(model))
+    if fitted and training.linear_learning_rate is None:
         # Its inputs have scales of their own: at the full rate, Adam's first steps undo what was fitted.
         # (model_cards/results/linear_learning_rate.json)
         training.linear_learning_rate = training.learning_rate / 100
@@ -196,6 +202,7 @@ def training_arguments(args: argparse.Namespace) -> Any:
         "gradient_accumulation_steps": args.accumulation,
         "learning_rate": args.learning_rate,
         "linear_learning_rate": args.linear_learning_rate,
+        "train_only": args.train_only,
         "eval_context_length": args.eval_context,
         "eval_limit": args.eval_limit,
     }

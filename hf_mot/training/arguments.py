@@ -45,6 +45,9 @@ class MoTTrainingArguments(TrainingArguments):
         linear_learning_rate (`float`, *optional*):
             Learning rate of the translator's linear path, which may come from a closed-form fit. By default
             `learning_rate`.
+        train_only (`str`, *optional*):
+            A regular expression; only parameters of the translator whose names it is found in are trained, e.g.
+            `"key_norms"` or `"refine"`. By default all are.
         eval_context_length (`int`, *optional*, defaults to 256):
             Target tokens of context where recovery is measured.
         eval_limit (`int`, *optional*, defaults to 32):
@@ -73,6 +76,7 @@ class MoTTrainingArguments(TrainingArguments):
     shuffle_buffer: int = field(default=50_000, metadata={"help": "Examples held to be shuffled."})
     vocabulary_size: int | None = field(default=None, metadata={"help": "Tokens that losses on prompts compare."})
     linear_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of the linear path."})
+    train_only: str | None = field(default=None, metadata={"help": "Train parameters with such names alone."})
     eval_context_length: int = field(default=256, metadata={"help": "Tokens of context where recovery is measured."})
     eval_limit: int = field(default=32, metadata={"help": "Documents it is measured on, at most."})
 

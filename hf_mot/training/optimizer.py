@@ -1,4 +1,4 @@
-"""A learning rate of its own for the translator's linear path."""
+"""Which parameters are trained, and a learning rate of its own for the translator's linear path."""
 
 import re
 from collections.abc import Iterator
@@ -16,6 +16,24 @@ def linear_path(model: nn.Module) -> Iterator[nn.Parameter]:
         # By name: a translator that was loaded as remote code has classes of its own.
         if type(module).__name__ == "ReducedRankTranslator":
             yield from (weight for name, weight in module.named_parameters() if LINEAR_PATH.fullmatch(name))
+
+
+def train_only(model: nn.Module, pattern: str) -> None:
+    """
+    Freezes all parameters but those whose names a regular expression is found in.
+
+    Raises:
+        `ValueError`: it is found in none, or is no regular expression.
+    """
+    try:
+        chosen = {name for name, _ in model.named_parameters() if re.search(pattern, name)}
+    except re.error as error:
+        raise ValueError(f"`train_only` must be a regular expression, got {pattern!r} ({error}).") from error
+    if not chosen:
+        names = ", ".join(name for name, _ in model.named_parameters())
+        raise ValueError(f"`train_only` {pattern!r} is found in no parameter's name. They are {names}.")
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(weight.requires_grad and name in chosen)
 
 
 def set_linear_learning_rate(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:

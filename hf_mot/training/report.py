@@ -11,7 +11,7 @@ from .arguments import MoTTrainingArguments
 SETTINGS = (
     *("losses", "length", "context_length", "copy_share", "shuffle_buffer", "correct_window_start"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "linear_learning_rate"),
-    *("weight_decay", "warmup_steps", "max_grad_norm", "bf16", "seed", "vocabulary_size"),
+    *("weight_decay", "warmup_steps", "max_grad_norm", "bf16", "seed", "vocabulary_size", "train_only"),
 )
 
 

@@ -24,7 +24,7 @@ from .datasets import TextDataset
 from .evaluation import ContextEvaluation
 from .losses import ON_PROMPT, native_variances, weighted_sum
 from .meter import Meter
-from .optimizer import set_linear_learning_rate
+from .optimizer import set_linear_learning_rate, train_only
 from .report import last_logged, training_report
 from .routing import RouterUsage
 from .vocabulary import VOCABULARY_EXAMPLES, frequent_tokens, scored_ids
@@ -84,6 +84,8 @@ class MoTTrainer(Trainer):
         super().__init__(model, args, data_collator, **kwargs)
         self.loss_is_scaled_for_ga = True
         mot = self.translator
+        if args.train_only is not None:
+            train_only(self.model, args.train_only)
         if data_collator is None:
             self.data_collator = PairCollator(mot.config, source_tokenizer, target_tokenizer)
         mot.config.__dict__.pop("use_cache", None)  # set on every model; a translator has no such field
