@@ -183,6 +183,8 @@ def test_a_lost_twin_is_made_anew_within_the_same_budget(pair, by_share, tmp_pat
     twin = refit_twin(str(tmp_path / "mot"), loaded, make_documents(20, 40), pair)
     assert twin.plan().flops_share(twin.config, 1024) <= 0.02
     assert twin.fit_report["max_rank"] == 24
+    for name, weight in by_share.no_source.state_dict().items():  # of the same text, split in the same way
+        torch.testing.assert_close(twin.state_dict()[name], weight, atol=1e-3, rtol=1e-3)
     assert (
         twin.config.rank == by_share.no_source.config.rank > loaded.config.rank
     )  # it reads less, and so affords more
