@@ -1,8 +1,9 @@
 """The length of a translated key.
 
 A regression shrinks what it is unsure of, so translated keys are too short, and attention over them too flat: what
-must be looked up is averaged with its neighbours. Many targets (QK-norm: Gemma 3, Qwen 3, OLMo 2) give every key of a
-head the same weighted length, so that the right one is known.
+must be looked up is averaged with its neighbours. Many targets (QK-norm by head, as in Gemma 3, Qwen 3 or Apertus, and
+the latent keys of multi-head latent attention) give every key of a head the same weighted length, so that the right
+one is known.
 """
 
 import torch

@@ -158,6 +158,11 @@ def test_a_fit_keeps_to_its_parameters(pair):
     tight, loose = (fit_within(pair, max_parameters=count) for count in (2000, 10**6))
     for model in (tight.translator, tight.no_source):
         assert 1500 < model.num_parameters() <= 2000
+    exact = fit_within(pair, max_parameters=tight.translator.num_parameters())
+    assert exact.translator.config.key_norms == [0, 1, 2]  # whose gains count too
+    assert exact.translator.num_parameters() == tight.translator.num_parameters()
+    less = fit_within(pair, max_parameters=tight.translator.num_parameters() - 1)
+    assert less.translator.num_parameters() < tight.translator.num_parameters()
     assert loose.translator.config.piece_ranks == [[24, 24]] * 3
     plain, text = fit_within(pair), make_documents(1, 12, seed=5)[0]
     ours, theirs = (own.translator.handoff(text, **pair) for own in (loose, plain))
@@ -178,6 +183,8 @@ def test_a_lost_twin_is_made_anew_within_the_same_budget(pair, by_share, tmp_pat
     twin = refit_twin(str(tmp_path / "mot"), loaded, make_documents(20, 40), pair)
     assert twin.plan().flops_share(twin.config, 1024) <= 0.02
     assert twin.fit_report["max_rank"] == 24
+    for name, weight in by_share.no_source.state_dict().items():  # of the same text, split in the same way
+        torch.testing.assert_close(twin.state_dict()[name], weight, atol=1e-3, rtol=1e-3)
     assert (
         twin.config.rank == by_share.no_source.config.rank > loaded.config.rank
     )  # it reads less, and so affords more
@@ -191,7 +198,7 @@ def test_a_lost_twin_is_made_anew_within_the_same_budget(pair, by_share, tmp_pat
         ({"flops_share": float("nan")}, "`flops_share` must be more than 0 and finite, got nan"),
         (
             {"max_parameters": 500},
-            r"leaves 404 weights to the projections, but 3 channels alone take 672\. Allow more",
+            r"leaves 401 weights to the projections, but 3 channels alone take 672\. Allow more",
         ),
         ({"flops_share": 1e-6}, "leaves 0 weights to the projections"),
         ({"max_parameters": 5000, "rank": None}, "`rank` is None, but a budget needs the most that it may be"),

@@ -5,11 +5,14 @@ import torch
 from conftest import make_documents, make_pair, make_translator
 
 from hf_mot.capture_mot import prefill, source_states
+from hf_mot.cli.fit import format_fit
+from hf_mot.cli.inspect import describe, format_description
 from hf_mot.configuration_mot import MoTConfig
 from hf_mot.data.states import split_layers
 from hf_mot.fit import fit
 from hf_mot.fit.norms import KeyLengths, _non_negative
 from hf_mot.geometry_mot import ModelGeometry
+from hf_mot.hub.card import render_card
 from hf_mot.modeling_mot import MoTModel
 from hf_mot.training.start import continue_from
 from hf_mot.translators_norm_mot import KeyNorm
@@ -113,6 +116,63 @@ def test_a_fit_gives_its_keys_the_native_length(normed, tmp_path):
     trained = continue_from(loaded, method="mot", trunk=True, hidden_size=8, num_attention_heads=2)
     for ours, theirs in zip(trained(states, embeddings).key_states, after.key_states, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_key_norms_are_shown(normed):
+    plain = make_translator(normed)
+    mot = MoTModel(MoTConfig(**plain.config.to_dict() | {"key_norms": [0, 2]}))
+    assert describe(mot)["key_norms"] == [0, 2]
+    assert "keys of the weighted length of the target's own in 2 of them" in format_description(describe(mot))
+    assert "- keys get the weighted length of the target's own in 2 of its layers" in render_card(mot.config, {})
+    report = {"method": "reduced_rank", "rank": 8, "source_layers": [0], "key_norms": [0, 2], "ridge": 0.1, "seed": 0}
+    report |= {"tokens": 1, "windows": 1, "documents": 1, "seconds": {"total": 1.0}}
+    assert "keys get the weighted length of the target's own in 2 of its layers" in format_fit(report, "out")
+    without = format_description(describe(plain)), render_card(plain.config, {})
+    assert not any("weighted length" in shown for shown in (*without, format_fit({**report, "key_norms": []}, "out")))
+
+
+def test_rows_without_a_key_stay_finite():
+    """A key of zeros has no direction to lengthen it in."""
+    norm, keys = KeyNorm(2, 8), torch.zeros(1, 2, 3, 8, requires_grad=True)
+    out = norm(keys)
+    (out * torch.tensor([0.0, 1.0, 1.0])[:, None]).sum().backward()
+    assert not out.any() and torch.isfinite(keys.grad).all() and torch.isfinite(norm.gain.grad).all()
+
+
+def test_half_precision_keeps_the_length(normed, tmp_path):
+    mot = fit(make_documents(40), **normed, **OPTIONS, progress=False).translator
+    mot.save_pretrained(tmp_path)
+    text = make_documents(2, 20, seed=3)
+    expected = mot.handoff(text, **normed)
+    for dtype, tolerance in ((torch.bfloat16, 0.02), (torch.float16, 0.003)):
+        loaded = MoTModel.from_pretrained(tmp_path, dtype=dtype)
+        assert loaded.key_norms["0"].gain.dtype == dtype
+        for own, other in zip(loaded.handoff(text, **normed).layers, expected.layers, strict=True):
+            assert (own.keys - other.keys).norm() < tolerance * other.keys.norm()
+
+
+def test_a_window_of_the_replay_takes_normed_keys(normed):
+    plain = make_translator(normed)
+    mot = MoTModel(MoTConfig(**plain.config.to_dict() | {"key_norms": [0, 1]})).eval()
+    mot.load_state_dict({**mot.state_dict(), **plain.state_dict()})
+    text = make_documents(2, 20, seed=3)
+    ours, theirs, native = (
+        mot.handoff(text, **normed, replay="full:1-2"),
+        plain.handoff(text, **normed, replay="full:1-2"),
+        MoTModel.identity(normed["target"], normed["target_tokenizer"]).handoff(
+            text,
+            source=normed["target"],
+            target=normed["target"],
+            source_tokenizer=normed["target_tokenizer"],
+            target_tokenizer=normed["target_tokenizer"],
+        ),
+    )
+    torch.testing.assert_close(ours.layers[0].keys, native.layers[0].keys)  # below the window
+    kept = (ours.prefix_mask.cumsum(-1) > 1)[:, None]  # not pads, not BOS
+    lengths = ours.layers[1].keys.square().mean(-1)[kept]
+    torch.testing.assert_close(lengths, torch.ones_like(lengths))
+    torch.testing.assert_close(ours.layers[2].values, theirs.layers[2].values)
+    torch.testing.assert_close(ours.layers[2].keys, theirs.layers[2].keys)  # has no norm
 
 
 @pytest.mark.parametrize(

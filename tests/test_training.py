@@ -311,6 +311,18 @@ def test_checkpoint_of_another_translator_is_refused(pair, tmp_path):
         make_trainer(other, args).train(resume_from_checkpoint=True)
 
 
+def test_a_checkpoint_from_before_a_field_of_the_config_goes_on(pair, tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(pair, make_args(tmp_path, max_steps=1, **saved)).train()
+    path = tmp_path / "checkpoint-1" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in config.items() if name != "key_norms"}))
+    assert config["key_norms"] == []
+    trainer = make_trainer(pair, make_args(tmp_path, max_steps=2, **saved))
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 2
+
+
 def test_half_a_checkpoint_is_passed_over(tmp_path):
     assert last_checkpoint(tmp_path) is None
     for step, state in ((9, "{}"), (10, '{"global'), (11, None)):
@@ -400,6 +412,27 @@ def test_only_what_is_asked_for_is_trained(pair, tmp_path):
 def test_what_cannot_be_trained_alone_is_refused(pair, tmp_path, pattern, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(pair, make_args(tmp_path, train_only=pattern))
+
+
+@pytest.mark.filterwarnings("default::FutureWarning")  # peft's own calls
+def test_nothing_is_trained_alone_that_an_adapter_has_frozen(pair, tmp_path):
+    wrapped = peft.get_peft_model(make_translator(pair), peft.LoraConfig(target_modules="all-linear", r=2))
+    with pytest.raises(ValueError, match=r"`train_only` 'bias\$' is found in the names of frozen parameters alone"):
+        make_trainer(pair, make_args(tmp_path, train_only="bias$"), wrapped)
+    make_trainer(pair, make_args(tmp_path, train_only=r"up\.lora_"), wrapped)
+    trained = [name for name, weight in wrapped.named_parameters() if weight.requires_grad]
+    assert len(trained) == 2 and all(".up.lora_" in name for name in trained)
+
+
+def test_more_context_than_the_target_has_positions_is_refused(pair, tmp_path):
+    """Rotary positions go on without an end, but the target was never made for them."""
+    args = make_args(tmp_path, length=530, context_length="520")
+    model = make_translator(pair, source_layers=())  # else the source's own end comes first
+    trainer = make_trainer(
+        pair, args, model, train_dataset=TextDataset.from_args(make_documents(6, 400), pair["target_tokenizer"], args)
+    )
+    with pytest.raises(ValueError, match="520 target tokens, more than the 512 positions of the target"):
+        trainer.train()
 
 
 def test_bf16_keeps_the_weights_in_fp32(pair, uneven, tmp_path):

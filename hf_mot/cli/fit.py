@@ -147,6 +147,7 @@ def format_fit(report: dict[str, Any], out: str) -> str:
     lines = [
         f"{report['method']}, rank {report['rank'] or 'full'}, source layers {layers}",
         *_rank_lines(report),
+        *_norm_lines(report),
         *_metric_lines(report),
         f"fitted on {counts}; ridge {report['ridge']:g}, seed {report['seed']}, {report['seconds']['total']:.0f} s",
     ]
@@ -174,6 +175,11 @@ def _rank_lines(report: dict[str, Any]) -> list[str]:
         return []
     least = min(map(min, report["piece_ranks"]))
     return [f"channels that a piece reads: {least} at least; most: {_highest(report['piece_ranks'], 'd')}"]
+
+
+def _norm_lines(report: dict[str, Any]) -> list[str]:
+    layers = report.get("key_norms", [])
+    return [f"keys get the weighted length of the target's own in {len(layers)} of its layers"] if layers else []
 
 
 def _highest(pieces: list[list[float]], form: str) -> str:

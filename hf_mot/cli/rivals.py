@@ -74,7 +74,7 @@ def refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):
     from hf_mot.fit import fit
 
     report, config = translator.fit_report or {}, translator.config
-    as_named = ("seed", "piece_weights", "key_metric", "max_parameters", "flops_share")
+    as_named = ("seed", "piece_weights", "key_metric", "max_parameters", "flops_share", "held_out_documents")
     recorded = {"max_tokens": "tokens", **{name: name for name in as_named}}
     options = {name: report[key] for name, key in recorded.items() if key in report}
     twin = fit(

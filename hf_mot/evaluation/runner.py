@@ -360,6 +360,8 @@ def describe_form(config: MoTConfig) -> dict[str, Any]:
         form["rank"] = "full" if config.rank is None else config.rank
     if config.piece_ranks is not None:
         form["piece_ranks"] = config.piece_ranks
+    if config.key_norms:
+        form["key_norms"] = list(config.key_norms)
     if config.method == "mot":
         form |= {"num_translators": config.num_translators, "hidden_size": config.hidden_size}
     form |= {"source_layers": list(config.source_layers), "embedding_window": config.embedding_window}

@@ -235,7 +235,8 @@ def fit(
     for batch in batched(itertools.chain(sample, windows), batch_tokens):
         x, y = pair.rows(shell, [window.text for window in batch])
         statistics.add(x, pair.in_metric(y))
-        lengths.add(y)
+        if key_norms:
+            lengths.add(y)
         num_windows += len(batch)
         bar.update(len(x))
     seconds["calibration_forward"] = pair.seconds["forward"] - forward_before

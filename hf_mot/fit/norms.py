@@ -7,7 +7,9 @@ import torch
 from ..geometry_mot import ModelGeometry
 from .weights import output_blocks
 
-ITERATIONS = 4000
+ITERATIONS = 4000  # at most
+CHECKED_EVERY = 100
+TOLERANCE = 1e-6  # a weight has come to rest that moves by less between two checks, as a share of its head's largest
 # Of the squared length, from key to key: targets that normalise their keys lie far below, others far above.
 LARGEST_DEVIATION = 0.1
 
@@ -61,13 +63,17 @@ class KeyLengths:
 
 
 def _non_negative(means: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """Weights `[heads, channels]` by multiplicative updates, which keep them so and never raise the error."""
+    """Weights `[heads, channels]` by multiplicative updates, which keep them so and never raise the error, until they
+    rest."""
     live = means > 1e-6 * means.amax(-1, keepdim=True)
     scale = torch.where(live, means, torch.ones_like(means))
     ones = live.to(means)  # the means of squares that were divided by them
     products = products / scale[:, :, None] / scale[:, None]
-    weights = ones / ones.sum(-1, keepdim=True)
-    for _ in range(ITERATIONS):
-        product = torch.einsum("hcd,hd->hc", products, weights)
-        weights = weights * ones / torch.where(live, product, torch.ones_like(product))
-    return weights / scale
+    weights, dead = (ones / ones.sum(-1, keepdim=True))[..., None], (1 - ones)[..., None]  # [heads, channels, 1]
+    for _ in range(ITERATIONS // CHECKED_EVERY):
+        before = weights
+        for _ in range(CHECKED_EVERY):
+            weights = weights / (products @ weights + dead)
+        if bool(((weights - before).abs() <= TOLERANCE * weights.amax(1, keepdim=True)).all()):
+            break
+    return weights[..., 0] / scale

@@ -221,6 +221,8 @@ def _making(config: MoTConfig, report: dict[str, Any]) -> list[str]:
         f"- method: {config.method}{format_rank(form)}, source layers {layers}{window}, embeddings of "
         f"{config.embedding_window} target tokens"
     ]
+    if config.key_norms:
+        lines.append(f"- keys get the weighted length of the target's own in {len(config.key_norms)} of its layers")
     lines += [f"- corpus: {_corpus(corpus)}" for corpus in report.get("corpus", [])]
     counts = [f"{report[key]} {key}" for key in ("tokens", "windows", "documents") if key in report]
     lines += [f"- fitted on {', '.join(counts)}"] if counts else []

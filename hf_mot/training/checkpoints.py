@@ -38,8 +38,9 @@ def check_checkpoint(checkpoint: str | Path, model: MoTModel) -> None:
     found = json.loads(path.read_text(encoding="utf-8"))
     expected = json.loads(json.dumps(model.config.to_dict(), default=str))
     own = [name for name in type(model.config).__annotations__ if name in expected]
+    default = json.loads(json.dumps(type(model.config)().to_dict(), default=str))  # a release before had fewer fields
     _refuse_difference(
-        {name: found.get(name) for name in own},
+        {name: found.get(name, default.get(name)) for name in own},
         {name: expected[name] for name in own},
         f"The checkpoint {checkpoint} is of another translator",
         "Resume with the pair and the method that it was made with",

@@ -67,6 +67,7 @@ class Comparison:
         """What the translator reads: the source's states of the contexts, aligned. `table`: the target's embeddings,
         where there is no target."""
         table = table if self.target is None else self.target.get_input_embeddings()
+        check_length("target", batch["target_ids"].shape[1], mot.target_geometry)
         if mot.config.source_layers and "source_states" not in batch:
             batch = {**batch, "source_states": self._source_states(mot, batch)}
         dtype = next((weight.dtype for weight in mot.parameters()), torch.float32)

@@ -23,7 +23,7 @@ def train_only(model: nn.Module, pattern: str) -> None:
     Freezes all parameters but those whose names a regular expression is found in.
 
     Raises:
-        `ValueError`: it is found in none, or is no regular expression.
+        `ValueError`: it is found in none, or in frozen ones alone, or is no regular expression.
     """
     try:
         chosen = {name for name, _ in model.named_parameters() if re.search(pattern, name)}
@@ -32,6 +32,11 @@ def train_only(model: nn.Module, pattern: str) -> None:
     if not chosen:
         names = ", ".join(name for name, _ in model.named_parameters())
         raise ValueError(f"`train_only` {pattern!r} is found in no parameter's name. They are {names}.")
+    if not any(weight.requires_grad for name, weight in model.named_parameters() if name in chosen):
+        raise ValueError(
+            f"`train_only` {pattern!r} is found in the names of frozen parameters alone, as PEFT leaves those of the "
+            "model below an adapter. Name others, or unfreeze them."
+        )
     for name, weight in model.named_parameters():
         weight.requires_grad_(weight.requires_grad and name in chosen)
 
