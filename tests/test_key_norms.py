@@ -11,6 +11,8 @@ from hf_mot.configuration_mot import MoTConfig
 from hf_mot.data.states import split_layers
 from hf_mot.fit import fit
 from hf_mot.fit.norms import KeyLengths, _non_negative
+from hf_mot.fit.solve import solve
+from hf_mot.fit.statistics import Statistics
 from hf_mot.geometry_mot import ModelGeometry
 from hf_mot.hub.card import render_card
 from hf_mot.modeling_mot import MoTModel
@@ -73,7 +75,38 @@ def test_weights_are_those_of_the_norm():
     torch.testing.assert_close(weights[0], 1 / (8 * scale.square()), rtol=1e-3, atol=0)
 
 
-def test_keys_of_any_length_are_left_alone():
+@pytest.mark.parametrize("rank", [4, None])
+def test_keys_get_the_mean_length_of_native_ones(rank):
+    """Where no length is shared: a regression's keys are shorter than what it was fitted on."""
+    pair = make_pair("gemma3", "llama")
+    geometry, outputs = native_rows(pair, make_documents(30))
+    lengths = KeyLengths(geometry)
+    lengths.add(outputs)
+    weights = lengths.weights()
+    generator = torch.Generator().manual_seed(0)
+    x = outputs[:, :12] + torch.randn(len(outputs), 12, generator=generator)  # knows a part of it
+    statistics = Statistics(lengths.blocks)
+    statistics.add(x, outputs)
+    solution = solve(statistics.moments(), 1e-2, rank, seed=0)
+
+    def predict(found):
+        inner = x.double() @ found.down
+        return (inner if found.up is None else inner @ found.up) + found.bias
+
+    def length(rows):
+        squares = zip(lengths._squares(rows), weights, strict=True)
+        return [torch.einsum("rhc,hc->h", own.double(), w) for own, w in squares]
+
+    before, after = predict(solution), predict(lengths.lengthened(solution, weights, x, outputs))
+    for native, short, right in zip(length(outputs), length(before), length(after), strict=True):
+        assert bool((short < native).all())
+        torch.testing.assert_close(right, native)
+    for index in range(1, len(lengths.blocks), 2):  # values are as they were
+        own = [part.split(lengths.blocks, dim=1)[index] for part in (before, after)]
+        torch.testing.assert_close(*own)
+
+
+def test_keys_of_any_length_are_not_made_equal():
     """Llama's keys are not normalised: nothing tells their length."""
     pair = make_pair("gemma3", "llama")
     result = fit(make_documents(40), **pair, **OPTIONS, progress=False)

@@ -60,7 +60,7 @@ class FitResult:
 
 @dataclass
 class Pair:
-    """The two frozen models of a fit and their tokenizers, and the metric of errors."""
+    """The two frozen models of a fit and their tokenizers, the metric of errors, and the lengths of native keys."""
 
     source: PreTrainedModel
     target: PreTrainedModel
@@ -68,6 +68,7 @@ class Pair:
     target_tokenizer: PreTrainedTokenizerBase
     seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0})
     key_metric: KeyMetric | None = None
+    key_lengths: tuple[KeyLengths, list[torch.Tensor]] | None = None
 
     def __post_init__(self):
         self.source_contract = describe_model(self.source, self.source_tokenizer)
@@ -164,9 +165,10 @@ def fit(
             rank, the choice of layers and that of the ridge strength then follow them. By default all count alike.
         key_metric (`str`, *optional*, defaults to `"plain"`): In what metric errors of keys are measured: `"plain"`,
             or `"query"`, by what the target's own queries make of them.
-        key_norms (`bool`, *optional*, defaults to `True`): Give translated keys the weighted length that the target's
-            own have, in the layers where it is the same for all keys of a head (targets with QK-norm). A regression
-            shrinks what it is unsure of, which flattens attention.
+        key_norms (`bool`, *optional*, defaults to `True`): Give translated keys the length that the target's own have:
+            each the weighted length that all keys of a head share, in the layers where they share one (targets with
+            QK-norm), and elsewhere the same mean length. A regression shrinks what it is unsure of, which flattens
+            attention.
         max_parameters (`int`, *optional*): Budget: parameters that the translator, and its control, may have. The
             rank, and how much of it each layer's keys and values read, are then chosen for the least (weighted) error.
         flops_share (`float`, *optional*): Budget: FLOPs of a handoff as a share of the target's own prefill, at 1,024
@@ -247,7 +249,7 @@ def fit(
     held_x, held_y = held_out_rows(pair, shell, held_out)
     key_weights = lengths.weights() if key_norms else []
     shell.config.key_norms = lengths.constant_layers(key_weights, held_y) if key_norms else []
-    held_y = pair.in_metric(held_y)
+    pair.key_lengths = (lengths, key_weights) if key_norms else None
     translator, no_source, choices = _solve_both(pair, moments, held_x, held_y, shell.config, rank, seed, budget)
     for model in (translator, no_source):
         if model is not None:
@@ -407,10 +409,13 @@ def _solve_both(
 
 
 def _solve_one(pair, moments: Moments, held_x, held_y, config: MoTConfig, rank, seed: int, budget: Budget | None):
-    ridge, curve = choose_ridge(moments, held_x, held_y, seed)
+    ridge, curve = choose_ridge(moments, held_x, pair.in_metric(held_y), seed)
     rank = None if rank is None else min(rank, *moments.xy.shape)
     solution = solve(moments, ridge, rank, seed, budget)
     solution = solution if pair.key_metric is None else pair.key_metric.undo(solution)
+    if pair.key_lengths is not None:
+        lengths, key_weights = pair.key_lengths
+        solution = lengths.lengthened(solution, key_weights, held_x, held_y)
     form: dict[str, Any] = {"rank": None if solution.up is None else len(solution.up)}
     if solution.piece_ranks is not None:
         form["piece_ranks"] = torch.tensor(solution.piece_ranks).view(-1, 2).tolist()

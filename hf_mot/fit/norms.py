@@ -1,10 +1,12 @@
-"""Finds the weighted length that all native keys of a head share, where there is one."""
+"""The lengths of keys: the weighted one that all native keys of a head share, where there is one, and the mean one."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from ..geometry_mot import ModelGeometry
+from .solve import LinearMap
 from .weights import output_blocks
 
 ITERATIONS = 4000  # at most
@@ -53,6 +55,31 @@ class KeyLengths:
             for squares, own in zip(self._squares(outputs), weights, strict=True)
         ]
         return [layer_idx for layer_idx, deviation in enumerate(deviations) if deviation <= LARGEST_DEVIATION]
+
+    def lengthened(
+        self, solution: LinearMap, weights: Sequence[torch.Tensor], x: torch.Tensor, outputs: torch.Tensor
+    ) -> LinearMap:
+        """
+        A map whose keys have, head by head, the mean squared length of native ones: a regression makes them shorter.
+
+        Args:
+            solution ([`LinearMap`]): The regression.
+            weights (`Sequence[torch.Tensor]`): Of the channels, from [`weights`].
+            x, outputs (`torch.Tensor`): Features and native states of rows that it was not fitted on.
+        """
+        predicted = x.double() @ solution.down
+        predicted = (predicted if solution.up is None else predicted @ solution.up) + solution.bias
+        native, own = (
+            [torch.einsum("rhc,hc->h", squares.double(), w) for squares, w in zip(found, weights, strict=True)]
+            for found in (self._squares(outputs), self._squares(predicted))
+        )
+        factors = torch.ones_like(solution.bias)
+        for layer, keys, wanted, came in zip(self.layers, factors.split(self.blocks)[0::2], native, own, strict=True):
+            ratio = torch.where((came > 0) & (wanted > 0), wanted / came, torch.ones_like(came)).sqrt()
+            keys.copy_(ratio.repeat_interleave(layer.key_dim))
+        if solution.up is None:
+            return replace(solution, down=solution.down * factors, bias=solution.bias * factors)
+        return replace(solution, up=solution.up * factors, bias=solution.bias * factors)
 
     def _squares(self, outputs: torch.Tensor) -> list[torch.Tensor]:
         keys = outputs.split(self.blocks, dim=1)[0::2]
