@@ -41,8 +41,9 @@ def test_fit_save_load_measure_and_generate(tmp_path):
     target, tokenizer = pair["target"], pair["target_tokenizer"]
     prompt = tokenizer("\nIn short, this is news about", return_tensors="pt")
     translated = translator.handoff(corpus[70], **pair)
-    out = target.generate(**prompt, past_key_values=translated, max_new_tokens=8, do_sample=False)
-    blank = target.generate(**prompt, max_new_tokens=8, do_sample=False)
+    options = {"min_new_tokens": 8, "max_new_tokens": 8, "do_sample": False}
+    out = target.generate(**prompt, past_key_values=translated, **options)
+    blank = target.generate(**prompt, **options)
     length = prompt["input_ids"].shape[1]
     assert out.shape == (1, length + 8) and out[0, :length].tolist() == prompt["input_ids"][0].tolist()
     assert out[0, length:].tolist() != blank[0, length:].tolist()
