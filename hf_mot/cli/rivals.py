@@ -84,7 +84,7 @@ def refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):
         rank=report.get("max_rank", config.rank),
         source_layers=[],
         embedding_window=config.embedding_window,
-        key_norms=bool(config.key_norms),
+        key_norms="key_norms" in report,  # an empty list where the target's keys share no length
         **options,
     ).translator
     twin.save_pretrained(os.path.join(name, "no_source"))

@@ -260,7 +260,7 @@ def fit(
         "method": method,
         "source_layers": source_layers,
         "embedding_window": embedding_window,
-        "key_norms": translator.config.key_norms,
+        **({"key_norms": translator.config.key_norms} if key_norms else {}),
         **choices,
         **({} if piece_weights is None else {"piece_weights": [list(map(float, own)) for own in piece_weights]}),
         **({} if key_metric == "plain" else {"key_metric": key_metric}),

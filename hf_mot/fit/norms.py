@@ -12,7 +12,8 @@ from .weights import output_blocks
 ITERATIONS = 4000  # at most
 CHECKED_EVERY = 100
 TOLERANCE = 1e-6  # a weight has come to rest that moves by less between two checks, as a share of its head's largest
-# Of the squared length, from key to key: targets that normalise their keys lie far below, others far above.
+# Of the squared length, from key to key, in the head where it is largest. Gemma 3's lies below; SmolLM2's, whose keys
+# are not normalised, at 0.10 to 0.19, where one length for all keys hurts.
 LARGEST_DEVIATION = 0.1
 
 
