@@ -133,6 +133,44 @@ def test_another_translator_is_another_fingerprint(pair):
     assert runner.fingerprint(pair["translator"]) != runner.fingerprint(literal)
 
 
+def test_what_no_translator_plays_a_part_in_can_be_reused(pair, scored, tmp_path):
+    tasks, documents = {"squad": make_examples(4)}, make_documents(3)
+    first = tmp_path / "first.jsonl"
+    evaluate(documents=documents, tasks=tasks, results=first, **pair)
+    before = first.read_bytes()
+    other = {**pair, "translator": read_otherwise(pair["translator"]), "replay": "full"}
+    whole = evaluate(documents=documents, tasks=tasks, **other)
+    scored["done"].clear()
+    store = ResultStore(tmp_path / "second.jsonl", reuse=first)
+    report = evaluate(documents=documents, tasks=tasks, results=store, **other)
+    assert report == whole
+    assert {arm for arm, row in scored["done"] if row is not None} == {"translated", "wrong_document"}
+    assert first.read_bytes() == before
+
+
+def read_otherwise(translator):
+    """Another translator of the same pair."""
+    other = MoTModel(MoTConfig(**translator.config.to_dict() | {"position_free": False}))
+    other.load_state_dict(translator.state_dict())
+    return other.eval()
+
+
+def test_only_results_of_the_same_pair_and_questions_are_reused(pair, tmp_path, monkeypatch):
+    file = tmp_path / "results.jsonl"
+    evaluate(tasks={"squad": make_examples(3)}, results=file, **pair)
+    identity = MoTModel.identity(pair["target"], pair["target_tokenizer"])
+    assert runner.pair_fingerprint(pair["translator"]) == runner.pair_fingerprint(pair["no_source"])
+    with monkeypatch.context() as patch:
+        other = runner.pair_fingerprint(identity)
+        patch.setattr(runner, "pair_fingerprint", lambda translator: other)
+        with pytest.raises(ValueError, match=r"results\.jsonl holds results of squad with pair"):
+            evaluate(tasks={"squad": make_examples(3)}, results=ResultStore(reuse=file), **pair)
+    with pytest.raises(ValueError, match="results of squad with items"):
+        evaluate(tasks={"squad": make_examples(4)}, results=ResultStore(reuse=file), **pair)
+    with pytest.raises(ValueError, match=r"`reuse` must name a file of results.*absent"):
+        ResultStore(reuse=tmp_path / "absent.jsonl")
+
+
 def test_file_of_something_else_is_not_touched(tmp_path):
     file = tmp_path / "notes.jsonl"
     file.write_text('{"part": "squad", "settings": {}}\n{"name": "Ada"}\n')

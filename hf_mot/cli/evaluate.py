@@ -60,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="OUT", help="write all figures to this file, each example's beside it")
     parser.add_argument("--report", metavar="DIR", help="write figures, tables, plot and a page to this folder")
     parser.add_argument("--card", action="store_true", help="put the figures into the translator's card, verdict too")
+    parser.add_argument(
+        "--reuse",
+        metavar="FILE",
+        help="examples.jsonl of another evaluation of this pair: take what no translator plays a part in from it",
+    )
     parser.add_argument("--overwrite", action="store_true", help="do not go on with the results that are there")
 
 
@@ -106,6 +111,9 @@ def run(args: argparse.Namespace) -> int:
     if args.show_prompts:
         print(_format_prompts(args, translator, tasks))
         return 0
+    results = _results_file(args)
+    # What cannot be gone on with, or reused, must not cost the loading of the models either.
+    store = ResultStore(results, overwrite=args.overwrite, reuse=args.reuse)
     pair = load_pair(args, translator)
 
     def corpus():
@@ -113,7 +121,6 @@ def run(args: argparse.Namespace) -> int:
 
     if "no_source" in arms and no_source is None:
         no_source = refit_twin(args.translator, translator, corpus(), pair)
-    results = _results_file(args)
     report = evaluate(
         translator,
         documents,
@@ -126,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         closed_sets=args.closed_sets,
         truncate=args.truncate,
         fit_corpus=corpus() if args.fit_text else None,
-        results=None if results is None else ResultStore(results, overwrite=args.overwrite),
+        results=store,
         cost=not args.no_cost,
         **settings,
     )

@@ -34,7 +34,7 @@ def measure_documents(
     """The report's part on documents, and the arms that crashed."""
     windows = found.windows
     right = torch.tensor([window.continuation_ids for window in windows])
-    store.open(CONTEXT_NLL, {**settings, "items": digest(windows)})
+    store.open(CONTEXT_NLL, {**settings, "items": digest(windows)}, arms)
 
     arms = sorted(arms, key=lambda arm: arm != "native")  # others are compared with it
     has_native = "native" in arms

@@ -196,6 +196,7 @@ def evaluate(
     )
     store = results if isinstance(results, ResultStore) else ResultStore(results)
     settings = {
+        "pair": pair_fingerprint(translator),
         "translator": fingerprint(translator),
         "replay": replay,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -264,7 +265,7 @@ def _task(models, name, questions, arms, store, settings, closed_sets, batch_siz
     task, style = TASKS[name], models.prompters["target"].style
     own = {"version": task.version, "prompt": style, "items": digest(questions.items)}
     own |= {"closed_sets": closed_sets} if task.closed else {}
-    store.open(name, {**settings, **own})
+    store.open(name, {**settings, **own}, arms)
     scorer = Scorer(task, models, questions, closed_sets)
     failed = measure(name, questions.items, arms, models, scorer, store, batch_size=batch_size, progress=progress)
     results = {arm: store.results(name, arm) for arm in arms if arm not in failed}
@@ -328,6 +329,14 @@ def _joined_window(documents, tokenizer, prefix_ids, context_length) -> Window:
             "or a smaller length."
         ) from error
     return found.windows[0]
+
+
+def pair_fingerprint(translator: MoTModel) -> str:
+    """A short hash of the two models and tokenizers, by which results of other pairs are told from theirs."""
+    fields = ("fingerprint", "adapter", "quantization", "tokenizer_fingerprint", "prefix_ids")
+    sides = [getattr(translator.config, side) or {} for side in ("source", "target")]
+    own = [[contract.get(name) for name in fields] for contract in sides]
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def fingerprint(translator: MoTModel) -> str:

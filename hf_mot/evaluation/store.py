@@ -2,9 +2,13 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+# Alike for every translator of a pair, whatever the plan.
+SHARED_ARMS = ("native", "no_context", "native_wrong_document", "text_handoff", "source_alone")
+OF_TRANSLATOR = ("translator", "replay")  # the settings that make no difference to them
 
 
 class ResultStore:
@@ -15,34 +19,60 @@ class ResultStore:
     Args:
         path (`str` or `os.PathLike`, *optional*): The file; its folder must exist. By default results are in memory.
         overwrite (`bool`, *optional*, defaults to `False`): Starts anew, whatever is in the file.
+        reuse (`str` or `os.PathLike`, *optional*): Such a file of another evaluation of the same pair, which is only
+            read: what no translator plays a part in (`SHARED_ARMS`) is taken from it.
 
     Raises:
-        ValueError: If the file holds something else.
+        ValueError: If a file holds something else, or the one to reuse does not exist.
     """
 
-    def __init__(self, path: str | os.PathLike | None = None, overwrite: bool = False):
+    def __init__(
+        self,
+        path: str | os.PathLike | None = None,
+        overwrite: bool = False,
+        reuse: str | os.PathLike | None = None,
+    ):
         self.path = None if path is None else Path(path)
         self._settings: dict[str, dict[str, Any]] = {}
         self._results: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
         if self.path is not None and overwrite:
             self.path.unlink(missing_ok=True)
         if self.path is not None and self.path.exists():
-            self._read(self.path)
+            whole = self._read(self.path)
+            os.truncate(self.path, whole)
+        self._reused = None
+        if reuse is not None:
+            if not os.path.isfile(reuse):
+                raise ValueError(f"`reuse` must name a file of results, examples.jsonl of a report, got {reuse}.")
+            self._reused = ResultStore()
+            self._reused.path = Path(reuse)
+            self._reused._read(self._reused.path)
 
-    def open(self, part: str, settings: Mapping[str, Any]) -> None:
+    def open(self, part: str, settings: Mapping[str, Any], arms: Iterable[str] = ()) -> None:
         """
-        Starts a part, or goes on with it.
+        Starts a part, or goes on with it. Of `arms` it takes what can be reused.
 
         Raises:
-            ValueError: If the file's results were made with other settings, e.g. another version of the task.
+            ValueError: If the file's results, or those to reuse, were made with other settings, e.g. another version
+                of the task.
         """
-        known = self._settings.get(part)
-        if known is None:
+        if part not in self._settings:
             self._settings[part] = dict(settings)
             self._write([{"part": part, "settings": dict(settings)}])
+        self._check(part, settings, ())
+        if self._reused is None or part not in self._reused._settings:
             return
+        self._reused._check(part, settings, OF_TRANSLATOR)
+        for arm in arms:
+            if arm in SHARED_ARMS:
+                known = self.results(part, arm)
+                rows = self._reused.results(part, arm).items()
+                self.add(part, arm, [(name, result) for name, result in rows if name not in known])
+
+    def _check(self, part: str, settings: Mapping[str, Any], but: Collection[str]) -> None:
+        known = self._settings[part]
         for key in dict.fromkeys([*settings, *known]):
-            if known.get(key) != settings.get(key):
+            if key not in but and known.get(key) != settings.get(key):
                 raise ValueError(
                     f"{self.path} holds results of {part} with {key} {known.get(key)!r}, but this run has "
                     f"{settings.get(key)!r}, and the two cannot be mixed. Choose another file, or overwrite this one."
@@ -64,8 +94,9 @@ class ResultStore:
         with open(self.path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
 
-    def _read(self, path: Path) -> None:
-        whole = 0  # bytes up to the end of the last whole line: a killed run may leave half of one
+    def _read(self, path: Path) -> int:
+        """Bytes up to the end of the last whole line: a killed run may leave half of one."""
+        whole = 0
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
@@ -82,4 +113,4 @@ class ResultStore:
                         f"{path}, line {number}, is no result of an evaluation. Choose another file, or overwrite it."
                     ) from error
                 whole += len(line)
-        os.truncate(path, whole)
+        return whole
