@@ -24,9 +24,12 @@ from hf_mot.data.documents import read_documents
 from hf_mot.evaluation.arms import continuation_nll
 from hf_mot.evaluation.metrics import ratio_of_means
 from hf_mot.evaluation.windows import cut_windows
-from hf_mot.fit.closed_form import Pair, build_translator, choose_source_layers, held_out_rows, output_blocks, split
+from hf_mot.fit.closed_form import build_translator
+from hf_mot.fit.layers import choose_source_layers
+from hf_mot.fit.pair import Pair, held_out_rows, split
 from hf_mot.fit.solve import choose_ridge, solve
 from hf_mot.fit.statistics import Moments, Statistics
+from hf_mot.fit.weights import output_blocks
 from hf_mot.fit.windows import batched, calibration_windows, characters_per_token
 from hf_mot.hub.resolve import load_model, load_tokenizer
 from hf_mot.modeling_mot import MoTModel

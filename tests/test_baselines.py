@@ -10,7 +10,7 @@ from hf_mot.baselines.states import make_shell
 from hf_mot.evaluation import evaluate
 from hf_mot.evaluation.arms import Batch, Models
 from hf_mot.evaluation.windows import cut_windows
-from hf_mot.fit.closed_form import Pair, split
+from hf_mot.fit.pair import Pair, split
 from hf_mot.fit.windows import calibration_windows, characters_per_token
 from hf_mot.modeling_mot import MoTModel
 

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_mot.baselines.states import as_cache, key_and_value_widths, make_shell
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.evaluation.arms import Batch
-from hf_mot.fit.closed_form import DEFAULT_TOKENS, Pair, held_out_rows, pair_windows
+from hf_mot.fit.closed_form import DEFAULT_TOKENS
+from hf_mot.fit.pair import Pair, held_out_rows, pair_windows
 from hf_mot.fit.statistics import Moments, Statistics
 from hf_mot.fit.windows import batched
 from hf_mot.modeling_mot import MoTModel

@@ -1,44 +1,35 @@
 """The closed-form fit: one pass over text, then linear algebra. `fit` is the page to read."""
 
 import itertools
-import math
-import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from ..alignment_mot import tokenize_with_spans
-from ..capture_mot import prefill, source_states
 from ..configuration_mot import MoTConfig
-from ..contract_mot import describe_model
-from ..data import iterate_documents
-from ..geometry_mot import ModelGeometry
 from ..modeling_mot import MoTModel
-from ..rows_mot import left_pad, positions_from_mask
+from ..rows_mot import left_pad
 from ..translators_mot import Widths
 from ..versions import versions
 from .key_metric import KEY_METRICS, KeyMetric, QueryMoments
+from .layers import choose_source_layers
 from .norms import KeyLengths
+from .pair import SAMPLE_TOKENS, Pair, held_out_rows, pair_windows
 from .ranks import Budget
-from .solve import LinearMap, choose_layers, choose_ridge, output_sketch, solve
+from .solve import LinearMap, choose_ridge, solve
 from .statistics import Moments, Statistics
 from .weights import channel_weights, output_blocks
-from .windows import SHUFFLE_BUFFER, Window, batched, calibration_windows, characters_per_token, shuffled
-
-logger = logging.get_logger(__name__)
+from .windows import Window, batched
 
 DEFAULT_RANK = 1024
 DEFAULT_SOURCE_LAYERS = 10
 DEFAULT_EMBEDDING_WINDOW = 5
 DEFAULT_TOKENS = 200_000
-SAMPLE_TOKENS = 8_192  # for the choice of layers, and again, held out, for the ridge strength
-_LAYER_SKETCH = 96  # random channels that stand for one source layer while layers are chosen
 
 
 @dataclass
@@ -56,71 +47,6 @@ class FitResult:
     translator: MoTModel
     no_source: MoTModel | None
     report: dict[str, Any]
-
-
-@dataclass
-class Pair:
-    """The two frozen models of a fit and their tokenizers, the metric of errors, and the lengths of native keys."""
-
-    source: PreTrainedModel
-    target: PreTrainedModel
-    source_tokenizer: PreTrainedTokenizerBase
-    target_tokenizer: PreTrainedTokenizerBase
-    seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0})
-    key_metric: KeyMetric | None = None
-    key_lengths: tuple[KeyLengths, list[torch.Tensor]] | None = None
-
-    def __post_init__(self):
-        self.source_contract = describe_model(self.source, self.source_tokenizer)
-        self.target_contract = describe_model(self.target, self.target_tokenizer)
-        self.source_geometry = ModelGeometry.from_dict(self.source_contract["geometry"])
-        self.target_geometry = ModelGeometry.from_dict(self.target_contract["geometry"])
-
-    def config(self, **kwargs: Any) -> MoTConfig:
-        return MoTConfig(source=self.source_contract, target=self.target_contract, **kwargs)
-
-    def fits(self, text: str) -> bool:
-        """Whether both models have enough positions for a text, prefix included."""
-        sides = (
-            (self.source_tokenizer, self.source_contract, self.source_geometry),
-            (self.target_tokenizer, self.target_contract, self.target_geometry),
-        )
-        return all(
-            geometry.max_positions is None
-            or len(tokenize_with_spans(tokenizer, text)[0]) + len(contract["prefix_ids"]) <= geometry.max_positions
-            for tokenizer, contract, geometry in sides
-        )
-
-    @torch.no_grad()
-    def rows(self, shell: MoTModel, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features (source states, then the embedding window) and outputs (the target's own position-free states) of
-        every context token: `[tokens, features]`, `[tokens, outputs]`, on the CPU in fp32."""
-        started = time.perf_counter()
-        cache, source_ids, source_mask = shell.read_source(texts, self.source, self.source_tokenizer)
-        self.seconds["forward"] += time.perf_counter() - started
-        inputs = shell.prepare(
-            cache,
-            source_ids,
-            source_attention_mask=source_mask,
-            source_tokenizer=self.source_tokenizer,
-            target=self.target,
-            target_tokenizer=self.target_tokenizer,
-            text=texts,
-        )
-        started = time.perf_counter()
-        target_cache = prefill(self.target, inputs.target_ids, inputs.target_mask)
-        self.seconds["forward"] += time.perf_counter() - started
-        positions = positions_from_mask(inputs.target_mask)
-        outputs = source_states(target_cache, self.target_geometry, range(len(self.target_geometry.layers)), positions)
-        # Pads and the natively run prefix are not translated.
-        kept = inputs.target_mask.bool() & (positions >= len(self.target_contract["prefix_ids"]))
-        features = [part for part in (inputs.source_states, inputs.embeddings) if part is not None]
-        x = torch.cat([part.cpu()[kept] for part in features], dim=-1)
-        return x.float(), outputs.cpu()[kept].float()
-
-    def in_metric(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Outputs `[tokens, outputs]` in the coordinates that errors are measured in."""
-        return outputs if self.key_metric is None else self.key_metric.apply(outputs)
 
 
 def fit(
@@ -282,48 +208,6 @@ def fit(
     return FitResult(translator, no_source, report)
 
 
-def pair_windows(
-    pair: Pair, documents: Iterable[str], held_out_documents: int, max_tokens: int, seed: int
-) -> tuple[Iterator[Window], list[str], dict[str, int]]:
-    """Windows that both models have positions for, the documents held out from them, and a counter of those read."""
-    stream, held_out, counter = split(documents, held_out_documents, seed)
-    limits = [g.max_positions for g in (pair.source_geometry, pair.target_geometry) if g.max_positions is not None]
-    windows = calibration_windows(
-        stream,
-        pair.target_tokenizer,
-        characters_per_token(held_out, pair.target_tokenizer),
-        # Tokens of the source may be shorter than the target's; half leaves room for that.
-        min(limits, default=2**31) // 2,
-        max_tokens,
-        random.Random(seed),
-    )
-    return (window for window in windows if pair.fits(window.text)), held_out, counter
-
-
-def split(documents: Iterable[str], held_out: int, seed: int) -> tuple[Iterator[str], list[str], dict[str, int]]:
-    """Sets the first documents of the shuffled stream apart; counts those that are read later."""
-    counter = {"documents": 0}
-    stream = shuffled(iterate_documents(documents), SHUFFLE_BUFFER, random.Random(seed))
-    held = list(itertools.islice(stream, held_out))
-    following = next(stream, None)
-    if following is None and len(held) > 1:  # a small corpus: a quarter of it is held out
-        cut = max(1, len(held) // 4)
-        held, stream = held[:cut], iter(held[cut:])
-        following = next(stream)
-    if following is None:
-        raise ValueError(
-            "`documents` holds a single document, but one is held out to choose the ridge strength. Pass more text; "
-            "in a file, separate documents by lines <|endoftext|>, or take each line for one (--lines)."
-        )
-
-    def counted() -> Iterator[str]:
-        for document in itertools.chain([following], stream):
-            counter["documents"] += 1
-            yield document
-
-    return counted(), held, counter
-
-
 def query_metric(pair: Pair, sample: Iterable[list[Window]], seed: int) -> KeyMetric:
     """The metric of keys that the target's queries on a sample make."""
     prefix_ids = list(pair.target_contract["prefix_ids"])
@@ -332,65 +216,6 @@ def query_metric(pair: Pair, sample: Iterable[list[Window]], seed: int) -> KeyMe
         rows = [prefix_ids + tokenize_with_spans(pair.target_tokenizer, window.text)[0] for window in batch]
         moments.add(pair.target, *left_pad(rows))
     return moments.metric()
-
-
-def choose_source_layers(
-    pair: Pair,
-    sample: Iterable[list[Window]],
-    count: int,
-    embedding_window: int,
-    seed: int,
-    weights: torch.Tensor | None = None,
-) -> list[int]:
-    """Source layers by greedy selection on random projections of a sample's states; `weights` `[outputs]` are what
-    the squared errors of outputs count."""
-    depth = len(pair.source_geometry.layers)
-    if count >= depth:
-        return list(range(depth))
-    shell = MoTModel(pair.config(source_layers=list(range(depth)), rank=1, embedding_window=embedding_window))
-    widths = [layer.width for layer in pair.source_geometry.layers]
-    embedding_width = embedding_window * pair.target_geometry.embedding_dim
-    generator = torch.Generator().manual_seed(seed)
-
-    def projection(width: int, to: int) -> torch.Tensor:
-        return torch.randn(width, min(width, to), generator=generator) / math.sqrt(width)
-
-    projections = [projection(width, _LAYER_SKETCH) for width in widths]
-    embedding_projection = projection(embedding_width, 4 * _LAYER_SKETCH)
-    outputs = output_blocks(pair.target_geometry)
-    sketch = output_sketch(sum(outputs), seed).float()
-    sketched, scale = [], None
-    for batch in sample:
-        x, y = pair.rows(shell, [window.text for window in batch])
-        y = pair.in_metric(y)
-        if scale is None:
-            x_shift, x_scale = x.mean(0), x.std(0, correction=0).clamp(min=1e-6)
-            variances = y.var(0, correction=0).split(outputs)
-            scale = torch.cat([v.mean().sqrt().clamp(min=1e-12).expand_as(v) for v in variances])
-            scale = scale if weights is None else scale / weights.sqrt().to(scale)
-        x = (x - x_shift) / x_scale
-        pieces = x.split([*widths, embedding_width], dim=1)
-        layers = [piece @ p for piece, p in zip(pieces, projections, strict=False)]
-        sketched.append((layers, pieces[-1] @ embedding_projection, (y / scale) @ sketch))
-    if sum(len(y) for _, _, y in sketched) < 8:
-        raise ValueError("`documents` gave fewer than 8 tokens to choose source layers on. Pass more text.")
-    blocks = [torch.cat([layers[layer_idx] for layers, _, _ in sketched]) for layer_idx in range(depth)]
-    return choose_layers(
-        blocks, torch.cat([base for _, base, _ in sketched]), torch.cat([y for _, _, y in sketched]), count
-    )
-
-
-def held_out_rows(pair: Pair, shell: MoTModel, held_out: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the held-out documents' beginnings, about `SAMPLE_TOKENS` in all."""
-    budget = max(32, SAMPLE_TOKENS // len(held_out))
-    chars = int(budget * characters_per_token(held_out, pair.target_tokenizer))
-    texts = [document[:chars] for document in held_out]
-    for index, text in enumerate(texts):
-        while not pair.fits(text):
-            text = text[: len(text) // 2]
-        texts[index] = text
-    rows = [pair.rows(shell, [text]) for text in texts]
-    return torch.cat([x for x, _ in rows]), torch.cat([y for _, y in rows])
 
 
 def _solve_both(
