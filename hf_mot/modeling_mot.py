@@ -302,9 +302,9 @@ class MoTModel(MoTPreTrainedModel):
             **kwargs,
         )
 
-    def read_source(self, texts, source, source_tokenizer, allow_variant=False):
+    def read_source(self, texts, source, source_tokenizer, allow_variant=False, layers=None):
         """The source's own prefill of `texts`: (cache, ids, mask), left-padded, its prefix first; all `None` for a
-        translator that reads no source."""
+        translator that reads no source. `layers`: those to keep, by default the ones that are read."""
         if not self.config.source_layers:
             return None, None, None
         if source is None:
@@ -317,7 +317,8 @@ class MoTModel(MoTPreTrainedModel):
         ids = [prefix_ids + tokenize_with_spans(source_tokenizer, text)[0] for text in texts]
         source_ids, source_mask = left_pad(ids)
         check_length("source", source_ids.shape[1], self.source_geometry)
-        return prefill(source, source_ids, source_mask, self.config.source_layers), source_ids, source_mask
+        layers = self.config.source_layers if layers is None else layers
+        return prefill(source, source_ids, source_mask, layers), source_ids, source_mask
 
     def prepare(
         self,

@@ -12,8 +12,8 @@ from torch import nn
 
 class KeyNorm(nn.Module):
     """
-    Gives the keys of one target layer a fixed weighted length, `gain * k / sqrt(sum_c weight_c * k_c²)`, a head at a
-    time.
+    Gives the keys of one target layer a fixed weighted length, `gain * k / sqrt(sum_c (scale_c * k_c)²)`, a head at a
+    time. The roots of the weights are kept, since in fp16 the weights of large keys would be 0.
 
     Args:
         kv_heads, key_dim (`int`): Of the layer.
@@ -21,11 +21,11 @@ class KeyNorm(nn.Module):
 
     def __init__(self, kv_heads: int, key_dim: int):
         super().__init__()
-        self.register_buffer("weight", torch.full((kv_heads, key_dim), 1 / key_dim))
+        self.register_buffer("scale", torch.full((kv_heads, key_dim), key_dim**-0.5))
         self.gain = nn.Parameter(torch.ones(kv_heads))
 
     def forward(self, key_states: torch.Tensor) -> torch.Tensor:
         """`[batch, kv_heads, seq, key_dim]`, position-free; computed in fp32."""
         keys = key_states.float()
-        length = (keys.square() * self.weight.float()[:, None]).sum(-1, keepdim=True).clamp(min=1e-12).sqrt()
+        length = (keys * self.scale.float()[:, None]).norm(dim=-1, keepdim=True).clamp(min=1e-6)
         return (keys / length * self.gain.float()[:, None, None]).to(key_states.dtype)

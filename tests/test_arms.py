@@ -7,6 +7,8 @@ import torch
 from conftest import make_documents
 from evaluation_pair import CONTEXT, make_pair
 
+from hf_mot import modeling_mot
+from hf_mot.baselines import RawCopy
 from hf_mot.evaluation import evaluate, runner
 from hf_mot.evaluation.arms import ARMS, Batch, Models
 from hf_mot.evaluation.measure import partner_shift
@@ -168,3 +170,19 @@ def test_flops_stand_beside_each_arm(pair):
     ratios = report["flops_ratios"]
     assert (ratios["native"], ratios["no_context"]) == (1, 0)
     assert 0 < ratios["no_source"] < ratios["translated"]
+
+
+def test_the_source_reads_a_batch_once_for_all_arms(pair, monkeypatch):
+    reads, prefill = [], modeling_mot.prefill
+
+    def counted(model, *args):
+        reads.append(model)
+        return prefill(model, *args)
+
+    monkeypatch.setattr(modeling_mot, "prefill", counted)
+    models = replace(models_of(pair), baselines={"raw_copy": RawCopy(pair["translator"])})
+    first, second = windows_of(pair, make_documents(2))
+    batch = Batch(models, [first], [second])
+    for arm in ("translated", "no_source", "wrong_source", "raw_copy"):
+        ARMS[arm].cache(batch)
+    assert reads == [pair["source"]] * 2  # the other documents of wrong_source once

@@ -20,10 +20,12 @@ def pair():
     return make_pair()
 
 
-def batch_of(pair, count=2):
+def batch_of(pair, count=2, baselines=None):
     names = ("translator", "no_source", "source", "source_tokenizer", "target", "target_tokenizer")
     prefix_ids = pair["translator"].config.target["prefix_ids"]
-    models = Models(**{name: pair[name] for name in names}, identity=None, prefix_ids=prefix_ids)
+    models = Models(
+        **{name: pair[name] for name in names}, identity=None, prefix_ids=prefix_ids, baselines=baselines or {}
+    )
     windows = cut_windows(
         make_documents(count, seed=9), pair["target_tokenizer"], prefix_ids=prefix_ids, context_length=CONTEXT
     ).windows
@@ -58,7 +60,8 @@ def test_raw_copy_of_a_model_to_itself_is_its_own_cache():
 
 
 def test_raw_copy_takes_layers_by_depth_and_fills_up_width(pair):
-    raw_copy, batch = RawCopy(pair["translator"]), batch_of(pair)
+    raw_copy = RawCopy(pair["translator"])
+    batch = batch_of(pair, baselines={"raw_copy": raw_copy})
     assert raw_copy.mapping == [0, 1, 2]
     inputs = batch.inputs(
         raw_copy.shell
@@ -76,7 +79,8 @@ def fit_of(pair, **options):
 
 def test_ridge_of_a_model_to_itself_finds_each_layer_and_is_exact():
     pair = same_pair()
-    ridge, batch = fit_of(pair), batch_of(pair)
+    ridge = fit_of(pair)
+    batch = batch_of(pair, baselines={"ridge": ridge})
     for number, own in enumerate(ridge.maps):
         assert number // 2 in own.layers
     torch.testing.assert_close(states(ridge(batch)), states(batch.native_cache), atol=0.05, rtol=0.02)
@@ -112,7 +116,8 @@ def test_ridge_is_the_regression_written_out(pair):
 
 
 def test_saved_ridge_is_the_same_and_of_its_pair_alone(pair, tmp_path):
-    ridge, batch = fit_of(pair), batch_of(pair)
+    ridge = fit_of(pair)
+    batch = batch_of(pair, baselines={"ridge": ridge})
     ridge.save(tmp_path / "baselines" / "ridge.safetensors")
     again = Ridge.load(tmp_path / "baselines" / "ridge.safetensors", pair["translator"])
     torch.testing.assert_close(states(again(batch)), states(ridge(batch)))

@@ -58,7 +58,7 @@ def test_native_keys_of_a_target_with_qk_norm_pass_unchanged(normed):
     keys, _ = split_layers(other[None], geometry, range(len(geometry.layers)))
     for states, own, layer in zip(keys, weights, geometry.layers, strict=True):
         norm = KeyNorm(layer.kv_heads, layer.key_dim)
-        norm.weight.copy_(own)
+        norm.scale.copy_(own.sqrt())
         torch.testing.assert_close(norm(states), states, rtol=0.05, atol=0.0)
         torch.testing.assert_close(norm(states * 0.3), norm(states))
 
@@ -155,7 +155,7 @@ def test_a_fit_gives_its_keys_the_native_length(normed, tmp_path):
         assert torch.equal(before.value_states[layer_idx], after.value_states[layer_idx])
         norm = loaded.key_norms[str(layer_idx)]
         torch.testing.assert_close(norm(before.key_states[layer_idx]), after.key_states[layer_idx])
-        squares = after.key_states[layer_idx].square() * norm.weight[:, None]
+        squares = (after.key_states[layer_idx] * norm.scale[:, None]).square()
         torch.testing.assert_close(squares.sum(-1), torch.ones_like(squares[..., 0]))
     trained = continue_from(loaded, method="mot", trunk=True, hidden_size=8, num_attention_heads=2)
     for ours, theirs in zip(trained(states, embeddings).key_states, after.key_states, strict=True):

@@ -8,7 +8,7 @@ from conftest import make_documents
 from evaluation_pair import make_examples, make_pair
 
 from hf_mot import MoTConfig, MoTModel
-from hf_mot.evaluation import context_nll, evaluate, question_answering, runner
+from hf_mot.evaluation import context_nll, describe, evaluate, question_answering, runner
 from hf_mot.evaluation.store import ResultStore
 from hf_mot.evaluation.tasks import TASKS
 
@@ -126,11 +126,11 @@ def test_results_of_another_task_version_are_not_mixed_in(pair, tmp_path, monkey
 
 
 def test_another_translator_is_another_fingerprint(pair):
-    assert runner.fingerprint(pair["translator"]) == runner.fingerprint(pair["translator"])
-    assert runner.fingerprint(pair["translator"]) != runner.fingerprint(pair["no_source"])
+    assert describe.fingerprint(pair["translator"]) == describe.fingerprint(pair["translator"])
+    assert describe.fingerprint(pair["translator"]) != describe.fingerprint(pair["no_source"])
     literal = MoTModel(MoTConfig(**pair["translator"].config.to_dict() | {"position_free": False}))
     literal.load_state_dict(pair["translator"].state_dict())  # the same weights, read otherwise
-    assert runner.fingerprint(pair["translator"]) != runner.fingerprint(literal)
+    assert describe.fingerprint(pair["translator"]) != describe.fingerprint(literal)
 
 
 def test_what_no_translator_plays_a_part_in_can_be_reused(pair, scored, tmp_path):
@@ -159,9 +159,9 @@ def test_only_results_of_the_same_pair_and_questions_are_reused(pair, tmp_path, 
     file = tmp_path / "results.jsonl"
     evaluate(tasks={"squad": make_examples(3)}, results=file, **pair)
     identity = MoTModel.identity(pair["target"], pair["target_tokenizer"])
-    assert runner.pair_fingerprint(pair["translator"]) == runner.pair_fingerprint(pair["no_source"])
+    assert describe.pair_fingerprint(pair["translator"]) == describe.pair_fingerprint(pair["no_source"])
     with monkeypatch.context() as patch:
-        other = runner.pair_fingerprint(identity)
+        other = describe.pair_fingerprint(identity)
         patch.setattr(runner, "pair_fingerprint", lambda translator: other)
         with pytest.raises(ValueError, match=r"results\.jsonl holds results of squad with pair"):
             evaluate(tasks={"squad": make_examples(3)}, results=ResultStore(reuse=file), **pair)

@@ -19,11 +19,12 @@ from hf_mot.data import iterate_documents
 from hf_mot.evaluation.answers import read_on, token_losses
 from hf_mot.evaluation.arms import ARMS, Batch, Models, continuation_nll
 from hf_mot.evaluation.context_nll import CONTEXT_NLL
+from hf_mot.evaluation.describe import describe_pair, describe_translator
 from hf_mot.evaluation.measure import Item, grouped
 from hf_mot.evaluation.metrics import mean_with_interval, ratio_of_means
 from hf_mot.evaluation.prompts import Prompter
 from hf_mot.evaluation.question_answering import Questions, prepare_questions
-from hf_mot.evaluation.runner import check_models, check_settings, describe_pair, describe_translator
+from hf_mot.evaluation.runner import check_models, check_settings
 from hf_mot.evaluation.tasks import TASKS, Example
 from hf_mot.evaluation.windows import Windows, cut_windows
 from hf_mot.modeling_mot import MoTModel

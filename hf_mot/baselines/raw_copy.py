@@ -21,14 +21,14 @@ class RawCopy:
     def __init__(self, translator: MoTModel):
         depths = (len(side.layers) for side in (translator.source_geometry, translator.target_geometry))
         self.mapping = depth_ratio(*depths)
-        self.layers = sorted(set(self.mapping))
-        self.shell = make_shell(translator.config.source, translator.config.target, self.layers)
+        self.source_layers = sorted(set(self.mapping))
+        self.shell = make_shell(translator.config.source, translator.config.target, self.source_layers)
 
     def __call__(self, batch: Batch) -> TranslatedCache:
         inputs = batch.inputs(self.shell)
-        source_layers = [self.shell.source_geometry.layers[layer_idx] for layer_idx in self.layers]
+        source_layers = [self.shell.source_geometry.layers[layer_idx] for layer_idx in self.source_layers]
         parts = inputs.source_states.split(key_and_value_widths(source_layers), dim=-1)
-        places = [2 * self.layers.index(layer_idx) + part for layer_idx in self.mapping for part in range(2)]
+        places = [2 * self.source_layers.index(layer_idx) + part for layer_idx in self.mapping for part in range(2)]
         widths = key_and_value_widths(self.shell.target_geometry.layers)
         states = [
             F.pad(parts[place][..., :width], (0, max(0, width - parts[place].shape[-1])))

@@ -49,10 +49,11 @@ class Ridge:
 
     def __init__(self, shell: MoTModel, maps: Sequence[LayerMap], report: dict[str, Any]):
         self.shell, self.maps, self.report = shell, list(maps), report
+        self.source_layers = shell.config.source_layers
 
     def __call__(self, batch: Batch) -> TranslatedCache:
         inputs = batch.inputs(self.shell)
-        layers = self.shell.config.source_layers
+        layers = self.source_layers
         geometries = [self.shell.source_geometry.layers[layer_idx] for layer_idx in layers]
         parts = inputs.source_states.split(key_and_value_widths(geometries), dim=-1)
         states = []

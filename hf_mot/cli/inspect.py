@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(translator) -> dict[str, Any]:
     """What a loaded translator is, ready for JSON; what it does not record is absent."""
-    from hf_mot.evaluation.runner import describe_form
+    from hf_mot.evaluation.describe import describe_form
 
     config = translator.config
     description = {
@@ -54,7 +54,7 @@ def describe(translator) -> dict[str, Any]:
 
 def format_description(description: dict[str, Any]) -> str:
     """The description as lines for a terminal."""
-    from hf_mot.evaluation.runner import format_rank
+    from hf_mot.evaluation.describe import format_rank
 
     source, target = description["source"], description["target"]
     layers, written = description["source_layers"], description.get("target_layers")

@@ -29,7 +29,10 @@ class Context(Protocol):
 
 
 class Baseline(Protocol):
-    """A rival of the translator that is not one: from contexts to a cache, and what that costs."""
+    """A rival of the translator that is not one: from contexts to a cache, and what that costs. `source_layers` are
+    those it reads."""
+
+    source_layers: Sequence[int]
 
     def __call__(self, batch: "Batch") -> TranslatedCache: ...
 
@@ -67,6 +70,12 @@ class Models:
     replay: str = "none"
     baselines: Mapping[str, Baseline] = field(default_factory=dict)
     prompters: Mapping[str, Prompter] = field(default_factory=dict)
+
+    @property
+    def source_layers(self) -> list[int]:
+        """The source layers that translator and baselines read."""
+        readers = (self.translator.config, *self.baselines.values())
+        return sorted({layer_idx for reader in readers for layer_idx in reader.source_layers})
 
     def assemble(self, translator: PreTrainedModel, output: Any, inputs: TranslationInputs) -> TranslatedCache:
         """The target's cache of translated states, by the replay plan."""
@@ -106,9 +115,17 @@ class Batch:
         return wrap(prefill(self.models.target, ids, mask), mask, self.models.translator.target_geometry.sliding)
 
     @cached_property
+    def source_reading(self) -> tuple[Cache | None, torch.Tensor | None, torch.Tensor | None]:
+        """The source's prefill, as translators and baselines read it: its cache, ids and mask."""
+        models = self.models
+        return models.translator.read_source(
+            self.texts, models.source, models.source_tokenizer, layers=models.source_layers
+        )
+
+    @cached_property
     def translated_cache(self) -> TranslatedCache:
         """The source has read the context's text, and its cache is translated."""
-        return self.handoff(self.models.translator, self.models.source, self.models.source_tokenizer)
+        return self.translate(self.models.translator, *self.source_reading)
 
     @cached_property
     def source_cache(self) -> TranslatedCache:
@@ -118,34 +135,26 @@ class Batch:
         mask = mask.to(models.source.get_input_embeddings().weight.device)
         return wrap(prefill(models.source, ids, mask), mask, models.translator.source_geometry.sliding)
 
-    def handoff(self, translator, source, source_tokenizer) -> TranslatedCache:
-        ids, mask = self.padded
-        return translator.handoff(
-            self.texts,
-            source=source,
-            target=self.models.target,
-            source_tokenizer=source_tokenizer,
-            target_tokenizer=self.models.target_tokenizer,
-            target_input_ids=ids,
-            target_attention_mask=mask,
-            replay=self.models.replay,
-        )
+    def translate(self, translator, source_cache=None, source_ids=None, source_mask=None) -> TranslatedCache:
+        arguments = self._arguments(source_mask)
+        return translator.translate(source_cache, source_ids, replay=self.models.replay, **arguments)
 
     def inputs(self, translator) -> TranslationInputs:
         """What a translator reads of the contexts."""
+        source_cache, source_ids, source_mask = self.source_reading
+        return translator.prepare(source_cache, source_ids, **self._arguments(source_mask))
+
+    def _arguments(self, source_mask: torch.Tensor | None) -> dict[str, Any]:
         models, (ids, mask) = self.models, self.padded
-        cache, source_ids, source_mask = translator.read_source(self.texts, models.source, models.source_tokenizer)
-        return translator.prepare(
-            cache,
-            source_ids,
-            source_attention_mask=source_mask,
-            source_tokenizer=models.source_tokenizer,
-            target=models.target,
-            target_tokenizer=models.target_tokenizer,
-            target_input_ids=ids,
-            target_attention_mask=mask,
-            text=self.texts,
-        )
+        return {
+            "source_attention_mask": source_mask,
+            "source_tokenizer": models.source_tokenizer,
+            "target": models.target,
+            "target_tokenizer": models.target_tokenizer,
+            "target_input_ids": ids,
+            "target_attention_mask": mask,
+            "text": self.texts,
+        }
 
 
 @dataclass(frozen=True)
@@ -214,7 +223,7 @@ def identity(batch: Batch) -> TranslatedCache:
 
 def no_source(batch: Batch) -> TranslatedCache:
     """The twin's translation, made from the target's token embeddings alone."""
-    return batch.handoff(batch.models.no_source, None, None)
+    return batch.translate(batch.models.no_source)
 
 
 def wrong_source(batch: Batch) -> TranslatedCache:

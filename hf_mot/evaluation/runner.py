@@ -1,7 +1,6 @@
 """One evaluation: context-NLL and tasks, arms, metrics, verdict and cost, as the JSON that `evaluate` writes."""
 
 import difflib
-import hashlib
 import json
 import os
 import tempfile
@@ -12,11 +11,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_mot.configuration_mot import MoTConfig
 from hf_mot.data import iterate_documents
 from hf_mot.evaluation.arms import ARMS, Baseline, Models
 from hf_mot.evaluation.context_nll import CONTEXT_NLL, measure_documents
-from hf_mot.evaluation.cost import measure_cost, translator_bytes
+from hf_mot.evaluation.cost import measure_cost
+from hf_mot.evaluation.describe import describe_pair, describe_translator, fingerprint, pair_fingerprint
 from hf_mot.evaluation.gate import GATE_ARMS, Gate, judge
 from hf_mot.evaluation.measure import digest, grouped, measure
 from hf_mot.evaluation.overlap import RUN_WORDS, shared_runs
@@ -329,72 +328,6 @@ def _joined_window(documents, tokenizer, prefix_ids, context_length) -> Window:
             "or a smaller length."
         ) from error
     return found.windows[0]
-
-
-def pair_fingerprint(translator: MoTModel) -> str:
-    """A short hash of the two models and tokenizers, by which results of other pairs are told from theirs."""
-    fields = ("fingerprint", "adapter", "quantization", "tokenizer_fingerprint", "prefix_ids")
-    sides = [getattr(translator.config, side) or {} for side in ("source", "target")]
-    own = [[contract.get(name) for name in fields] for contract in sides]
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def fingerprint(translator: MoTModel) -> str:
-    """A short hash of a translator's settings and weights, by which its results are known."""
-    own = type(translator.config).__annotations__.keys() - {"source", "target", "model_type"}
-    settings = {name: getattr(translator.config, name) for name in sorted(own)}
-    digest = hashlib.sha256(json.dumps(settings).encode())
-    for name, tensor in sorted(translator.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def describe_pair(translator: MoTModel) -> dict[str, str]:
-    """Hub id and revision of both models, or the model type of one that has no id."""
-    pair = {}
-    for side in ("source", "target"):
-        contract = getattr(translator.config, side)
-        if contract is not None:
-            pair[side] = contract["id"] or contract["model_type"]
-            if contract["revision"]:
-                pair[f"{side}_revision"] = contract["revision"]
-    return pair
-
-
-def describe_form(config: MoTConfig) -> dict[str, Any]:
-    """What a translator reads, computes and writes, as reports and cards name it; what it has not is absent."""
-    form: dict[str, Any] = {"method": config.method}
-    if config.method == "reduced_rank" or config.linear_path or config.trunk:
-        form["rank"] = "full" if config.rank is None else config.rank
-    if config.piece_ranks is not None:
-        form["piece_ranks"] = config.piece_ranks
-    if config.key_norms:
-        form["key_norms"] = list(config.key_norms)
-    if config.method == "mot":
-        form |= {"num_translators": config.num_translators, "hidden_size": config.hidden_size}
-    form |= {"source_layers": list(config.source_layers), "embedding_window": config.embedding_window}
-    return form if config.target_layers is None else {**form, "target_layers": list(config.target_layers)}
-
-
-def format_rank(form: dict[str, Any]) -> str:
-    """The rank in a [`describe_form`], to go on a sentence with; empty where there is none."""
-    if "rank" not in form:
-        return ""
-    ranks = sum(form.get("piece_ranks", []), [])
-    return f", rank {form['rank']}" + (f" ({min(ranks)} to {max(ranks)} a piece)" if ranks else "")
-
-
-def describe_translator(translator: MoTModel) -> dict[str, Any]:
-    """What was measured, as a report names it."""
-    name = translator.name_or_path
-    fields = {
-        # A Hub id, never a path of the machine at hand.
-        "id": None if not name or os.path.exists(name) or os.path.isabs(name) else name,
-        **describe_form(translator.config),
-        "bytes": translator_bytes(translator),
-    }
-    return {key: value for key, value in fields.items() if value is not None}
 
 
 def save_report(report: dict[str, Any], path: str | os.PathLike) -> None:

@@ -271,4 +271,4 @@ def set_key_norms(model: MoTModel, key_weights: Sequence[torch.Tensor]) -> None:
     """Sets the weighted lengths of a translator's keys, from weights `[kv_heads, key_dim]` a target layer."""
     with torch.no_grad():
         for layer_idx, norm in model.key_norms.items():
-            norm.weight.copy_(key_weights[int(layer_idx)])
+            norm.scale.copy_(key_weights[int(layer_idx)].sqrt())

@@ -3,8 +3,8 @@
 from typing import Any
 
 from hf_mot.configuration_mot import MoTConfig
+from hf_mot.evaluation.describe import describe_form, format_rank
 from hf_mot.evaluation.gate import CONTROLS
-from hf_mot.evaluation.runner import describe_form, format_rank
 from hf_mot.hub.handwriting import compose
 from hf_mot.hub.metadata import METRICS, front_matter, plain_front_matter
 
