@@ -49,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-key-norms", action="store_true", help="leave keys as short as a regression makes them")
     parser.add_argument("--tokens", type=int, metavar="N", help="target tokens to fit on, at most")
     parser.add_argument(
+        "--statistics",
+        metavar="FILE",
+        help="keep the pass over the text here: it goes on, and other fits skip it",
+    )
+    parser.add_argument(
         "--eval-text", nargs="+", metavar="FILE", help="other text, to measure the translator on for its card"
     )
     parser.add_argument("--eval-context", type=int, default=256, metavar="C", help="tokens of context then [256]")
@@ -61,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     # Cheap checks come first: a typo must not cost a download or an hour.
     check_output_file(args.json, "--json")
+    check_output_file(args.statistics, "--statistics")
     _check_out(args.out, args.overwrite)
     check_choice(args.method, ("reduced_rank",), "--method")  # others are trained
     check_choice(args.key_metric, ("plain", "query"), "--key-metric")
@@ -86,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         "max_parameters": args.max_parameters,
         "flops_share": args.flops_share,
         "max_tokens": args.tokens,
+        "statistics": args.statistics,
         "key_norms": False if args.no_key_norms else None,
     }
     options = {name: value for name, value in options.items() if value is not None}

@@ -1,6 +1,7 @@
 """The closed-form fit: one pass over text, then linear algebra. `fit` is the page to read."""
 
 import itertools
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,14 +17,14 @@ from ..modeling_mot import MoTModel
 from ..rows_mot import left_pad
 from ..translators_mot import Widths
 from ..versions import versions
+from .gathered import Gathered, gather, gathering_settings
 from .key_metric import KEY_METRICS, KeyMetric, QueryMoments
 from .layers import choose_source_layers
-from .norms import KeyLengths
 from .pair import SAMPLE_TOKENS, Pair, held_out_rows, pair_windows
 from .ranks import Budget
 from .solve import LinearMap, choose_ridge, solve
-from .statistics import Moments, Statistics
-from .weights import channel_weights, output_blocks
+from .statistics import Moments
+from .weights import channel_weights
 from .windows import Window, batched
 
 DEFAULT_RANK = 1024
@@ -66,6 +67,7 @@ def fit(
     key_norms: bool = True,
     max_parameters: int | None = None,
     flops_share: float | None = None,
+    statistics: str | os.PathLike | None = None,
     max_tokens: int = DEFAULT_TOKENS,
     batch_tokens: int = 2048,
     held_out_documents: int = 32,
@@ -99,6 +101,9 @@ def fit(
             rank, and how much of it each layer's keys and values read, are then chosen for the least (weighted) error.
         flops_share (`float`, *optional*): Budget: FLOPs of a handoff as a share of the target's own prefill, at 1,024
             tokens. Of two budgets the tighter holds.
+        statistics (`str` or `os.PathLike`, *optional*): File for what the pass over the text gathers, kept every ten
+            minutes: a fit that was killed goes on there, one of more tokens goes on from there, and fits of another
+            rank, budget or weights need no pass of their own (they read the source layers that the first one chose).
         max_tokens (`int`, *optional*, defaults to 200,000): Target tokens to fit on; fewer if the text ends earlier.
         batch_tokens (`int`, *optional*, defaults to 2048): Tokens a forward pass; does not change the fit.
         held_out_documents (`int`, *optional*, defaults to 32): Documents set apart to choose the ridge strength.
@@ -110,7 +115,7 @@ def fit(
 
     Raises:
         `ValueError`: an unknown method or metric, an impossible size, weight or budget, too little text, models that
-            cannot be translated.
+            cannot be translated, statistics of something else or of more tokens.
     """
     if method != "reduced_rank":
         raise ValueError(f"`method` must be 'reduced_rank', got {method!r}.")
@@ -140,12 +145,22 @@ def fit(
         source_layers = sorted(set(source_layers))
     started = time.perf_counter()
     windows, held_out, counter = pair_windows(pair, documents, held_out_documents, max_tokens, seed)
+    contracts = (pair.source_contract, pair.target_contract)
+    settings = gathering_settings(
+        contracts, held_out, embedding_window=embedding_window, key_metric=key_metric, seed=seed
+    )
+    gathered = None
+    if statistics is not None and os.path.exists(statistics):
+        gathered = Gathered.load(statistics, pair.target_geometry, settings)
     bar = tqdm(total=max_tokens, unit="token", desc="Choosing source layers", disable=not progress)
     sample = []  # the first windows choose the layers, and are then fitted on like all others
     for window in windows:
         sample.append(window)
         if sum(window.tokens for window in sample) >= SAMPLE_TOKENS:
             break
+    if gathered is not None:
+        gathered.check(statistics, sample, source_layers)
+        source_layers = gathered.source_layers
     if key_metric == "query":
         pair.key_metric = query_metric(pair, batched(sample, 2048), seed)
     if source_layers is None:
@@ -158,18 +173,13 @@ def fit(
         read = Widths.of(shell.config)
         budget.check(rank, read.source_dim + read.embeddings)
     bar.set_description("Fitting")
-    statistics, lengths = Statistics(output_blocks(pair.target_geometry)), KeyLengths(pair.target_geometry)
-    num_windows, forward_before = 0, pair.seconds["forward"]
-    for batch in batched(itertools.chain(sample, windows), batch_tokens):
-        x, y = pair.rows(shell, [window.text for window in batch])
-        statistics.add(x, pair.in_metric(y))
-        if key_norms:
-            lengths.add(y)
-        num_windows += len(batch)
-        bar.update(len(x))
+    if gathered is None:
+        gathered = Gathered(pair.target_geometry, settings, source_layers)
+    forward_before = pair.seconds["forward"]
+    gather(pair, shell, itertools.chain(sample, windows), gathered, statistics, batch_tokens, bar)
     seconds["calibration_forward"] = pair.seconds["forward"] - forward_before
     bar.set_description("Solving")
-    moments = statistics.moments()
+    moments, lengths = gathered.statistics.moments(), gathered.lengths
     if weights is not None:
         moments = moments.weighted(weights)
     held_x, held_y = held_out_rows(pair, shell, held_out)
@@ -194,7 +204,7 @@ def fit(
         **({} if max_parameters is None else {"max_parameters": max_parameters}),
         **({} if flops_share is None else {"flops_share": flops_share}),
         "tokens": moments.count,
-        "windows": num_windows,
+        "windows": len(gathered.windows),
         "documents": counter["documents"],
         "held_out_documents": len(held_out),
         "seed": seed,

@@ -42,6 +42,19 @@ class KeyLengths:
                 self.products[layer_idx] + torch.einsum("rhc,rhd->hcd", squares, squares).double()
             )
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that it holds, by name, for [`load`]."""
+        named = {"sums": self.sums, "products": self.products}
+        held = {f"{name}.{number}": own for name, owns in named.items() for number, own in enumerate(owns)}
+        return {"count": torch.tensor(self.count), **held}
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes the place of what it holds."""
+        self.count = int(tensors["count"])
+        self.sums, self.products = (
+            [tensors[f"{name}.{number}"] for number in range(len(self.layers))] for name in ("sums", "products")
+        )
+
     def weights(self) -> list[torch.Tensor]:
         """`[kv_heads, key_dim]` for each target layer, in fp64; 0 for channels that are always 0."""
         return [

@@ -6,6 +6,7 @@ import torch
 
 BLOCK_ROWS = 4096  # tokens a Gram; fixed, so that the result does not depend on how the batches were split
 _TILE = 1024
+_SUMS = ("x_shift", "y_shift", "x_scale", "y_scale", "x_sum", "y_sum", "y_square", "xx", "xy")
 
 
 @dataclass
@@ -71,6 +72,20 @@ class Statistics:
             for start in range(0, whole, BLOCK_ROWS):
                 self._accumulate(x[start : start + BLOCK_ROWS], y[start : start + BLOCK_ROWS])
             self._x, self._y = [x[whole:].clone()], [y[whole:].clone()]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that it holds, by name, for [`load`]."""
+        held = {"count": torch.tensor(self.count)}
+        held |= {name: getattr(self, name) for name in _SUMS} if self.count else {}
+        waiting = {"x_waiting": self._x, "y_waiting": self._y}
+        return held | {name: torch.cat(rows) for name, rows in waiting.items() if rows}
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes the place of what it holds."""
+        self.count = int(tensors["count"])
+        for name in _SUMS if self.count else ():
+            setattr(self, name, tensors[name])
+        self._x, self._y = ([tensors[name]] if name in tensors else [] for name in ("x_waiting", "y_waiting"))
 
     def _accumulate(self, x: torch.Tensor, y: torch.Tensor) -> None:
         if not self.count:

@@ -1,5 +1,6 @@
 """Calibration windows: pieces of documents of 128 to 2,048 tokens, batched by length."""
 
+import hashlib
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -13,11 +14,17 @@ T = TypeVar("T")
 
 
 class Window(NamedTuple):
-    """A piece of a document: its text, nominal length and own tokens."""
+    """A piece of a document: its text, nominal length, own tokens and number in the stream."""
 
     text: str
     length: int
     tokens: int
+    number: int
+
+    @property
+    def key(self) -> int:
+        """What it is known by: its text and number in 63 bits."""
+        return int.from_bytes(hashlib.sha256(f"{self.number}\n{self.text}".encode()).digest()[:8]) >> 1
 
 
 def shuffled(items: Iterable[T], buffer: int, rng: random.Random) -> Iterator[T]:
@@ -62,12 +69,13 @@ def calibration_windows(
     """
     lengths = [length for length in WINDOW_TOKENS if length <= max_window] or [max_window]
     total = 0
-    for length, text in shuffled(_cut(documents, token_chars, lengths, rng), SHUFFLE_BUFFER, rng):
+    pieces = shuffled(_cut(documents, token_chars, lengths, rng), SHUFFLE_BUFFER, rng)
+    for number, (length, text) in enumerate(pieces):
         tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
         if total and total + tokens > max_tokens:
             return
         total += tokens
-        yield Window(text, length, tokens)
+        yield Window(text, length, tokens, number)
 
 
 def batched(windows: Iterable[Window], batch_tokens: int) -> Iterator[list[Window]]:
