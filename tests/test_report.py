@@ -40,7 +40,10 @@ def make_report(**changes):
     closed = {**task, "metric": "accuracy", "native": 0.6, "translated": 0.5, "counts": False}
     return {
         "pair": {"source": "a/<b>", "target": "c"},
-        "translator": {"method": "reduced_rank", "rank": 8},
+        "translator": {
+            **{"method": "reduced_rank", "rank": 8, "piece_ranks": [[6, 8], [4, 8]], "source_layers": [1, 3]},
+            **{"key_norms": [0, 1], "embedding_window": 3, "bytes": 2_500_000},
+        },
         "replay": "none",
         "context_length": 256,
         "n": 128,
@@ -295,3 +298,12 @@ def test_twin_of_a_trained_translator_is_not_fitted(folder, tmp_path):
     arguments = ["--text", folder / "text.txt", *models(folder), "--fit-text", folder / "fit.txt", "--no-cost"]
     with pytest.raises(ValueError, match="a twin of a trained translator is trained, not fitted. Train one"):
         run_command(tmp_path / "mot", *arguments, "--arms", "native,no_source")
+
+
+def test_facts_are_to_be_read_and_name_seed_0():
+    found = dict(report_module.facts(make_report()))
+    assert found["seed"] == "0" and "skipped" not in found
+    assert found["translator"] == (
+        "reduced_rank, rank 8 (4 to 8 a piece), source layers 1, 3, keys of native length in 2 layers, embedding window "
+        "3, 2.5 MB"
+    )

@@ -47,6 +47,23 @@ def format_rank(form: dict[str, Any]) -> str:
     return f", rank {form['rank']}" + (f" ({min(ranks)} to {max(ranks)} a piece)" if ranks else "")
 
 
+def format_form(form: dict[str, Any]) -> str:
+    """A [`describe_form`], or a [`describe_translator`], as one line to read."""
+    parts = [f"{form['method']}{format_rank(form)}"]
+    if "num_translators" in form:
+        parts.append(f"{form['num_translators']} translators of width {form['hidden_size']}")
+    for name in ("source_layers", "target_layers"):
+        if name in form:
+            parts.append(f"{name.replace('_', ' ')} {', '.join(map(str, form[name])) or 'none'}")
+    if "key_norms" in form:
+        parts.append(f"keys of native length in {len(form['key_norms'])} layers")
+    if "embedding_window" in form:
+        parts.append(f"embedding window {form['embedding_window']}")
+    parts += [f"{form['bytes'] / 1e6:.1f} MB"] if "bytes" in form else []
+    parts += [form["id"]] if "id" in form else []
+    return ", ".join(parts)
+
+
 def describe_translator(translator: MoTModel) -> dict[str, Any]:
     """What was measured, as a report names it."""
     name = translator.name_or_path

@@ -9,6 +9,7 @@ from string import Template
 from typing import Any
 
 from hf_mot.evaluation.arms import ARMS
+from hf_mot.evaluation.describe import format_form
 from hf_mot.evaluation.runner import save_report
 
 PLOT = "recovery_against_cost.png"
@@ -166,8 +167,9 @@ def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     """What was measured with what."""
     pair = report["pair"]
     found = [("pair", " → ".join(pair[side] for side in ("source", "target") if side in pair))]
-    found += [("translator", ", ".join(f"{key} {value}" for key, value in report["translator"].items()))]
-    found += [(key, str(report[key])) for key in ("replay", "dtype", "seed", "n", "skipped") if report.get(key)]
+    found.append(("translator", format_form(report["translator"])))
+    given = [(key, report.get(key)) for key in ("replay", "dtype", "seed", "n", "skipped")]
+    found += [(key, str(value)) for key, value in given if value is not None and value != {}]
     cost = report.get("cost", {})
     for key, what in (("peak_bytes", "of a handoff"), ("prefill_peak_bytes", "of the target's own prefill")):
         if key in cost:
