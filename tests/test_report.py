@@ -304,6 +304,6 @@ def test_facts_are_to_be_read_and_name_seed_0():
     found = dict(report_module.facts(make_report()))
     assert found["seed"] == "0" and "skipped" not in found
     assert found["translator"] == (
-        "reduced_rank, rank 8 (4 to 8 a piece), source layers 1, 3, keys of native length in 2 layers, embedding window "
-        "3, 2.5 MB"
+        "reduced_rank, rank 8 (4 to 8 a piece), source layers 1, 3, keys of native length in 2 layers, "
+        "embedding window 3, 2.5 MB"
     )
