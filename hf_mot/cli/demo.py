@@ -129,7 +129,7 @@ def fitted_translator(
 
     settings = {**FIT, "max_tokens": tokens, "seed": SEED}
     measured = {"context_length": CONTEXT, "limit": DOCUMENTS, "seed": SEED}
-    made_by = [__version__, FORMAT_VERSION, CONVERSION, PACKAGED_CORPUS.sha256, settings, measured]
+    made_by = [code_digest(), __version__, FORMAT_VERSION, CONVERSION, PACKAGED_CORPUS.sha256, settings, measured]
     key = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:12]
 
     fresh = False
@@ -161,6 +161,15 @@ def fitted_translator(
 
     name = f"{SOURCE.removeprefix('demo/')}--{TARGET.removeprefix('demo/')}-{key}"
     return once(cache_dir() / "translators" / name, make, renew=refit), fresh
+
+
+def code_digest() -> str:
+    """A hash of the code that makes a translator and reads it: one that other code made is fitted anew."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in sorted([*package.glob("*_mot.py"), *package.glob("fit/*.py")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def live_answers(translator: Any, pair: dict[str, Any], wrong_document: str) -> list[dict[str, str]]:
