@@ -103,6 +103,7 @@ def test_a_file_of_something_else_is_refused_and_left_alone(pair, rows, tmp_path
         ({"documents": 59}, "was gathered with other `documents`"),
         ({"embedding_window": 3}, "was gathered with another `embedding_window`"),
         ({"source_layers": [0]}, r"of the source layers \[.*\], but `source_layers` is \[0\]"),
+        ({"num_source_layers": 1}, r"of 2 source layers, but `num_source_layers` is 1"),
         ({"max_tokens": 2000}, r"holds \d+ windows that are not within `max_tokens`"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -159,7 +159,7 @@ def fit(
         if sum(window.tokens for window in sample) >= SAMPLE_TOKENS:
             break
     if gathered is not None:
-        gathered.check(statistics, sample, source_layers)
+        gathered.check(statistics, sample, source_layers, min(num_source_layers, depth))
         source_layers = gathered.source_layers
     if key_metric == "query":
         pair.key_metric = query_metric(pair, batched(sample, 2048), seed)

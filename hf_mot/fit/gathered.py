@@ -26,7 +26,7 @@ from .weights import output_blocks
 from .windows import Window, batched
 
 SAVE_SECONDS = 600
-_PAIR = ("fingerprint", "adapter", "quantization", "tokenizer_fingerprint", "prefix_ids")
+_PAIR = ("fingerprint", "dtype", "adapter", "quantization", "tokenizer_fingerprint", "prefix_ids")
 
 
 @dataclass
@@ -56,9 +56,12 @@ class Gathered:
         self.lengths.add(y)
         self.windows.update(windows)
 
-    def check(self, path: str | os.PathLike, sample: Sequence[Window], source_layers: Sequence[int] | None) -> None:
+    def check(
+        self, path: str | os.PathLike, sample: Sequence[Window], source_layers: Sequence[int] | None, count: int
+    ) -> None:
         """
-        Refuses to go on with other text, of which `sample` is the beginning, or other source layers than were read.
+        Refuses to go on with other text, of which `sample` is the beginning, or other source layers than were read,
+        or than so many where none are named.
 
         Raises:
             `ValueError`: they are others.
@@ -72,6 +75,11 @@ class Gathered:
             raise ValueError(
                 f"`statistics` names {path}, of the source layers {self.source_layers}, but `source_layers` is "
                 f"{source_layers}. Leave it out, or choose another name."
+            )
+        if source_layers is None and len(self.source_layers) != count:
+            raise ValueError(
+                f"`statistics` names {path}, of {len(self.source_layers)} source layers, but `num_source_layers` is "
+                f"{count}. Give {len(self.source_layers)}, or choose another name."
             )
 
     def save(self, path: str | os.PathLike) -> None:
