@@ -118,11 +118,11 @@ def test_results_of_other_settings_are_not_mixed_in(pair, tmp_path, change, mess
 def test_results_of_another_task_version_are_not_mixed_in(pair, tmp_path, monkeypatch):
     file = tmp_path / "results.jsonl"
     evaluate(tasks={"squad": make_examples(3)}, results=file, **pair)
-    monkeypatch.setitem(TASKS, "squad", replace(TASKS["squad"], version="2"))
-    with pytest.raises(ValueError, match="holds results of squad with version '1', but this run has '2'"):
+    monkeypatch.setitem(TASKS, "squad", replace(TASKS["squad"], version="3"))
+    with pytest.raises(ValueError, match="holds results of squad with version '2', but this run has '3'"):
         evaluate(tasks={"squad": make_examples(3)}, results=file, **pair)
     store = ResultStore(file, overwrite=True)
-    assert evaluate(tasks={"squad": make_examples(3)}, results=store, **pair)["tasks"]["squad"]["version"] == "2"
+    assert evaluate(tasks={"squad": make_examples(3)}, results=store, **pair)["tasks"]["squad"]["version"] == "3"
 
 
 def test_another_translator_is_another_fingerprint(pair):

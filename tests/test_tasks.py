@@ -345,6 +345,32 @@ def test_chat_prompt_is_a_users_turn_without_a_second_bos():
     assert Prompter.of(tokenizer, [], "plain").style == "plain"
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (  # the template adds a system message of its own
+            "{% if messages[0].role != 'system' %}<|system>Be kind.<end>{% endif %}"
+            "{% for turn in messages %}<|{{ turn.role }}>{{ turn.content }}<end>{% endfor %}<|assistant>",
+            "\n\n<|user>Say it.<end><|assistant>",
+        ),
+        (  # it has no such role
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+            "<|user>{{ messages[0].content }}<end>",
+            "\n\n<|user>Say it.<end>",
+        ),
+        (  # a system message becomes a part of the user's turn
+            "<|user>{% if messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
+            "{{ messages[-1].content }}<end>",
+            "\n\n<|user>Say it.<end>",
+        ),
+    ],
+)
+def test_no_system_message_that_nobody_asked_for_stands_before_the_question(template, expected):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    assert Prompter.of(tokenizer, [tokenizer.bos_token_id])._turn("Say it.") == expected
+
+
 def test_bos_that_belongs_to_the_template_stays():
     tokenizer = make_tokenizer(adds_bos=False)
     tokenizer.chat_template = "<bos>{{ messages[0].content }}"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hf_mot.alignment_mot import tokenize_with_spans
@@ -83,12 +84,22 @@ class Prompter:
         return self._turn("Summarise the text above in two sentences.") if self.style == "chat" else "\n\nSummary:"
 
     def _turn(self, content: str) -> str:
-        turns = [{"role": "user", "content": content}]
+        turn = {"role": "user", "content": content}
+        text = self._render([turn])
+        # A system message that the template adds by itself would stand between the context and the question.
+        try:
+            with_system = self._render([{"role": "system", "content": "system"}, turn])
+        except TemplateError:  # it has no such role
+            with_system = ""
+        before, found, _ = with_system.partition("system")
+        start = text.find(f"{before}user")
+        return f"\n\n{text[start:] if found and start > 0 else text}"
+
+    def _render(self, turns: list[dict[str, str]]) -> str:
         text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         # A BOS that the tokenizer puts before every text stands before the context already.
         adds_prefix = self.tokenizer("a")["input_ids"][: len(self.prefix_ids)] == self.prefix_ids
-        text = text.removeprefix(self.tokenizer.decode(self.prefix_ids)) if adds_prefix else text
-        return f"\n\n{text}"
+        return text.removeprefix(self.tokenizer.decode(self.prefix_ids)) if adds_prefix else text
 
     def encode(self, prompt: str) -> list[int]:
         """The ids of a prompt, without a prefix: its context has one."""

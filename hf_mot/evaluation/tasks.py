@@ -52,7 +52,7 @@ class Task:
             answer, and nothing else: no passage, at most 64 tokens.
         closed (`bool`, *optional*, defaults to `False`): Whether an answer is chosen from a set, else taken from the
             context.
-        version (`str`, *optional*, defaults to `"1"`): Changes with anything that changes a result: prompts, scoring,
+        version (`str`, *optional*, defaults to `"2"`): Changes with anything that changes a result: prompts, scoring,
             the reading of files. Results of two versions are never mixed.
         max_new_tokens (`int`, *optional*, defaults to 16): Length of a generated answer, at most.
         original (`Callable`, *optional*): Reads the rows from a folder with the files as their authors publish them.
@@ -62,7 +62,7 @@ class Task:
     instruction: str
     demonstrations: tuple[tuple[str, str], ...]
     closed: bool = False
-    version: str = "1"
+    version: str = "2"
     max_new_tokens: int = 16
     original: Callable[[Path], Iterator[dict[str, Any]]] | None = None
 
