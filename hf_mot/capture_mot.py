@@ -3,13 +3,14 @@
 Shapes: keys and values are `[batch, kv_heads, seq, head_dim]`, masks and positions `[batch, seq]`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from .compat_mot import run_decoder
+from .compat_mot import decoder_layers, run_decoder
 from .geometry_mot import ModelGeometry
 from .rows_mot import check_rows, positions_from_mask
 
@@ -37,19 +38,44 @@ def prefill(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     layers: Collection[int] | None = None,
+    depth: int | None = None,
 ) -> DynamicCache:
     """
     Runs the model over `input_ids` (`[batch, seq]`, left-padded where `attention_mask` is 0), without its LM head.
     Every kept layer holds all positions, also in sliding-window models. `layers`: the layers to keep, all by default.
+    `depth`: so many of the first layers are run, all by default.
     """
     cache = _KeepLayersCache(layers)
     device = model.get_input_embeddings().weight.device
-    if attention_mask is None or bool(attention_mask.all()):
-        run_decoder(model, input_ids.to(device), cache)
-    else:
-        mask = attention_mask.to(device)
-        run_decoder(model, input_ids.to(device), cache, mask, positions_from_mask(mask))
+    with _stopped_before(model, depth):
+        if attention_mask is None or bool(attention_mask.all()):
+            run_decoder(model, input_ids.to(device), cache)
+        else:
+            mask = attention_mask.to(device)
+            run_decoder(model, input_ids.to(device), cache, mask, positions_from_mask(mask))
     return cache
+
+
+class _Stopped(Exception):
+    """Ends a forward pass whose upper layers nobody needs."""
+
+
+@contextmanager
+def _stopped_before(model: PreTrainedModel, layer_idx: int | None) -> Iterator[None]:
+    """Within, a forward pass ends where this layer would start, whatever the family hands from layer to layer."""
+    stack = [] if layer_idx is None else decoder_layers(model)[layer_idx:]
+
+    def stop(module, args):
+        raise _Stopped
+
+    hooks = [layer.register_forward_pre_hook(stop) for layer in stack[:1]]
+    try:
+        yield
+    except _Stopped:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def check_cache(cache: Cache, geometry: ModelGeometry, layers: Sequence[int], argument: str = "source_cache") -> int:
