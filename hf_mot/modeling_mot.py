@@ -21,7 +21,8 @@ from .contract_mot import check_contract, check_model, check_tokenizer, describe
 from .generation_mot import attach
 from .geometry_mot import ModelGeometry
 from .pretrained_mot import MoTPreTrainedModel
-from .replay_mot import ReplayPlan, replay
+from .replay_mot import ReplayPlan
+from .replay_run_mot import replay
 from .rows_mot import check_rows, left_pad, unpad
 from .translators_mot import build_translator, embedding_window
 from .translators_norm_mot import KeyNorm
@@ -118,8 +119,9 @@ class MoTModel(MoTPreTrainedModel):
         `ValueError` for an unknown one, or one that this translator gives too few layers for."""
         plan = ReplayPlan.parse(self.config.replay if replay is None else replay)
         layers = self.injected_layers(plan)
-        everything = len(layers) == len(self.target_geometry.layers)
-        return plan if everything else ReplayPlan(plan.kind, (layers[0], layers[-1]))
+        if plan.kind == "none" or len(layers) == len(self.target_geometry.layers):
+            return plan
+        return replace(plan, window=(layers[0], layers[-1]))
 
     def injected_layers(self, plan: str | ReplayPlan) -> range:
         """The target layers whose states are translated by a plan. Raises `ValueError` as [`plan`]."""
@@ -241,8 +243,9 @@ class MoTModel(MoTPreTrainedModel):
                 included; by default the text is tokenised alone.
             target_attention_mask (`torch.Tensor`, *optional*): Mask of left-padded `target_input_ids`.
             text (`str` or list of `str`, *optional*): The context's text; by default the decoded source ids.
-            replay (`str` or [`ReplayPlan`], *optional*): What the target computes itself; by default what the
-                translator was made for, `config.replay`.
+            replay (`str` or [`ReplayPlan`], *optional*): What the target computes itself: `"none"`, `"full"`,
+                `"bottom:6"` (its first layers), `"tokens:32"` (the last tokens), `"bottom:6+tokens:32"`; by default
+                what the translator was made for, `config.replay`.
             allow_variant (`bool`, *optional*, defaults to `False`): Accepts a source or target that is the
                 translator's with another PEFT adapter or quantization.
 
@@ -251,7 +254,8 @@ class MoTModel(MoTPreTrainedModel):
 
         Raises:
             `ValueError`: a model, tokenizer or cache that is not the pair's, a cache that lost keys or holds NaN or
-                mixed dtypes, an empty context, more context than the target's positions.
+                mixed dtypes, an empty context, more context than the target's positions, an unknown plan or one that
+                asks for more layers or tokens than there are.
         """
         plan = self.plan(replay)
         inputs = self.prepare(
@@ -266,6 +270,7 @@ class MoTModel(MoTPreTrainedModel):
             text=text,
             allow_variant=allow_variant,
         )
+        plan.translated_tokens(inputs.target_mask, len(self.config.target["prefix_ids"]))  # refuses rows too short
         output = self(inputs.source_states, inputs.embeddings, inputs.target_mask)
         cache = self.assemble(output, inputs, target, plan)
         if allow_variant:
@@ -281,6 +286,7 @@ class MoTModel(MoTPreTrainedModel):
         target_tokenizer: PreTrainedTokenizerBase,
         source: PreTrainedModel | None = None,
         source_tokenizer: PreTrainedTokenizerBase | None = None,
+        replay: str | ReplayPlan | None = None,
         allow_variant: bool = False,
         **kwargs: Any,
     ) -> TranslatedCache:
@@ -288,6 +294,7 @@ class MoTModel(MoTPreTrainedModel):
         From text to a [`TranslatedCache`], the source's prefill included. Arguments as in [`translate`]; `source` may
         be left out only by a translator that reads no source.
         """
+        plan = self.plan(replay)
         texts = [text] if isinstance(text, str) else list(text)
         cache, source_ids, source_mask = self.read_source(texts, source, source_tokenizer, allow_variant)
         return self.translate(
@@ -298,6 +305,7 @@ class MoTModel(MoTPreTrainedModel):
             target=target,
             target_tokenizer=target_tokenizer,
             text=texts,
+            replay=plan,
             allow_variant=allow_variant,
             **kwargs,
         )
