@@ -68,7 +68,7 @@ def _stopped_before(model: PreTrainedModel, layer_idx: int | None) -> Iterator[N
     def stop(module, args):
         raise _Stopped
 
-    hooks = [layer.register_forward_pre_hook(stop) for layer in stack[:1]]
+    hooks = [layer.register_forward_pre_hook(stop, prepend=True) for layer in stack[:1]]
     try:
         yield
     except _Stopped:

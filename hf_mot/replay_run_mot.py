@@ -75,7 +75,7 @@ def replay(
     if plan.kind == "full":
         layers = _injected({idx: placed(idx, *pair) for idx, pair in states.items()}, target, prefix_ids, *first)
     else:
-        layers = _bottom(plan.bottom, target, *first[:2])
+        layers = _states(prefill(target, *first[:2], depth=plan.bottom)) if plan.bottom else []
         prefix = prefill(target, torch.tensor([prefix_ids])) if prefix_ids and states else None
         for layer_idx, pair in states.items():
             native = None if prefix is None else prefix.layers[layer_idx]
@@ -106,15 +106,6 @@ def _injected(
     run_decoder(target, ids, cache, *((mask, positions) if padded else ()))
     _require_read(sorted(set(states) - cache.done))
     return _states(cache)
-
-
-def _bottom(count: int, target: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> list[_States]:
-    """The states of the target's first `count` layers. Those above do not run."""
-    if count == 0:
-        return []
-    layers = _states(prefill(target, ids, mask, depth=count))
-    _require_read(range(len(layers), count))
-    return layers
 
 
 def _read_on(

@@ -95,7 +95,7 @@ def test_gradient_reaches_every_translated_state(own, plan):
     split = inputs.target_ids.shape[1] - plan.tokens
     for index, leaf in enumerate(leaves):
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        reached = bool((gradient[:, :, 1:split].abs().amax((0, 1, 3)) > 0).all())
+        reached = bool(gradient[:, :, 1:split].any())
         assert reached == (index % depth in layers)
         assert not gradient[:, :, split:].any()  # of these, nobody reads the translation
 
