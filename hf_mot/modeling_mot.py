@@ -270,9 +270,7 @@ class MoTModel(MoTPreTrainedModel):
             text=text,
             allow_variant=allow_variant,
         )
-        plan.translated_tokens(inputs.target_mask, len(self.config.target["prefix_ids"]))  # refuses rows too short
-        output = self(inputs.source_states, inputs.embeddings, inputs.target_mask)
-        cache = self.assemble(output, inputs, target, plan)
+        cache = self.assemble(self.run(inputs, plan), inputs, target, plan)
         if allow_variant:
             cache.contract = None
         return cache
@@ -377,11 +375,22 @@ class MoTModel(MoTPreTrainedModel):
             source_states = self._to_own(source_states.gather(1, index))  # [batch, target_seq, width]
         return TranslationInputs(source_states, self._embed(target, target_ids, target_mask), target_ids, target_mask)
 
+    def run(self, inputs: TranslationInputs, plan: ReplayPlan) -> MoTOutput:
+        """Translates what the plan does not leave to the target. Raises `ValueError` for a row that it is too short
+        for."""
+        plan.translated_tokens(inputs.target_mask, len(self.config.target["prefix_ids"]))
+        end = plan.tokens_read(self.config, inputs.target_mask.shape[1])
+        if end == 0 or not self.injected_layers(plan):
+            return MoTOutput(key_states=(), value_states=())
+        read = (inputs.source_states, inputs.embeddings, inputs.target_mask)
+        return self(*(None if part is None else part[:, :end] for part in read), first_layer=plan.bottom)
+
     def forward(
         self,
         source_states: torch.Tensor | None = None,
         embeddings: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        first_layer: int = 0,
     ) -> MoTOutput:
         """
         Translates states, tensors in, tensors out.
@@ -391,12 +400,16 @@ class MoTModel(MoTPreTrainedModel):
                 [`prepare`] gathers them.
             embeddings (`torch.Tensor`): Window of target token embeddings, `[batch, seq, embedding_window * dim]`.
             attention_mask (`torch.Tensor`, *optional*): `[batch, seq]`, 0 on the pads of left-padded rows.
+            first_layer (`int`, *optional*, defaults to 0): The target layers below are left out.
         """
         if attention_mask is not None:
             attention_mask = self._to_own(attention_mask, dtype=False)
-        states = self.translator(source_states, embeddings, attention_mask)
+        layers = [layer_idx for layer_idx in self.target_layers if layer_idx >= first_layer]
+        left_out = self.target_layers[: len(self.target_layers) - len(layers)]
+        skipped = sum(self.target_geometry.layers[layer_idx].width for layer_idx in left_out)
+        states = self.translator(source_states, embeddings, attention_mask, start=skipped)
         key_states, value_states, start = [], [], 0
-        for layer_idx in self.target_layers:
+        for layer_idx in layers:
             layer = self.target_geometry.layers[layer_idx]
             for into, dim in ((key_states, layer.key_dim), (value_states, layer.value_dim)):
                 piece = states[..., start : start + layer.kv_heads * dim]
@@ -469,10 +482,11 @@ class MoTModel(MoTPreTrainedModel):
         self, output: MoTOutput, inputs: TranslationInputs, target: PreTrainedModel, plan: ReplayPlan | None = None
     ) -> TranslatedCache:
         """Makes the target's cache of translated states, and attaches the target. Gradients flow through it."""
+        layers = self.target_layers[len(self.target_layers) - len(output.key_states) :]  # all, or the upper ones
         cache = replay(
             ReplayPlan() if plan is None else plan,
-            dict(zip(self.target_layers, output.key_states, strict=True)),
-            dict(zip(self.target_layers, output.value_states, strict=True)),
+            dict(zip(layers, output.key_states, strict=True)),
+            dict(zip(layers, output.value_states, strict=True)),
             target=target,
             contract=self.config.target,
             position_free=self.config.position_free,

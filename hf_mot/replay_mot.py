@@ -136,10 +136,20 @@ class ReplayPlan:
             )
         return attention_mask.shape[1] - self.tokens
 
+    def tokens_read(self, config: MoTConfig, context_length: int) -> int:
+        """How many of `context_length` tokens the translator reads: those that it translates, or all of them where
+        the translation of each depends on all."""
+        reads_all = config.method == "mot" and not config.causal
+        return context_length if reads_all else max(context_length - self.tokens, 0)
+
     def flops(self, config: MoTConfig, context_length: int) -> int:
         """FLOPs (2 × MACs) of translator and replay over a context of `context_length` target tokens; the source's
         own prefill is not counted."""
-        return translator_flops(config, context_length) + self.target_flops(config, context_length)
+        depth = len(config.target["geometry"]["layers"])
+        layers = range(depth) if config.target_layers is None else config.target_layers
+        skipped = sum(layer_idx < self.bottom for layer_idx in layers)
+        translator = translator_flops(config, self.tokens_read(config, context_length), skipped)
+        return translator + self.target_flops(config, context_length)
 
     def target_flops(self, config: MoTConfig, context_length: int) -> int:
         """What the target computes of `flops`: a native prefill, without its upper layers over the tokens that are

@@ -48,8 +48,6 @@ def replay(
         `RuntimeError`: the target has left the cache aside.
     """
     geometry, prefix_ids = ModelGeometry.from_dict(contract["geometry"]), contract["prefix_ids"]
-    depth = len(geometry.layers)
-    injected = plan.layers(sorted(key_states), depth)
     translated = plan.translated_tokens(target_mask, len(prefix_ids))
     weight = target.get_input_embeddings().weight
     ids, mask = target_ids.to(weight.device), target_mask.to(weight.device)
@@ -66,6 +64,7 @@ def replay(
     if translated == 0:  # the target has no prefix and runs all tokens
         return filled(_states(prefill(target, ids, mask)), mask)
 
+    injected = plan.layers(sorted(key_states), len(geometry.layers))
     first = ids[:, :translated], mask[:, :translated], positions[:, :translated]
     states = {idx: (key_states[idx][:, :, :translated], value_states[idx][:, :, :translated]) for idx in injected}
 

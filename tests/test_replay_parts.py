@@ -5,6 +5,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 from conftest import FAMILIES, make_documents, make_model, make_own, make_tokenizer, make_translator
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_mot import MoTConfig, MoTModel, ReplayPlan
 from hf_mot.analysis.pieces import translated_pieces
@@ -137,6 +139,50 @@ def test_row_that_is_too_short_is_named_before_the_target_runs(own):
             plan = f"bottom:1+tokens:{shortest + 1}"
             mot.translate(cache, ids, source_attention_mask=mask, replay=plan, text=TEXTS[::-1], **arguments)
     assert counts == before
+
+
+FORMS = {
+    "reduced rank": {},
+    "full rank": {"rank": None},
+    "pieces": {"piece_ranks": [[8, 2], [3, 8], [5, 2]]},
+    "mixture": {"method": "mot", "linear_path": True, "num_translators": 2, "hidden_size": 8},
+    "trunk": {"method": "mot", "trunk": True, "hidden_size": 8},
+    "not causal": {"method": "mot", "causal": False, "hidden_size": 8},
+    "mlp": {"method": "mlp", "linear_path": True, "hidden_size": 8},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_translator_does_not_run_for_what_the_target_does(form):
+    pair = make_own("llama")
+    mot = MoTModel(MoTConfig(**make_translator(pair).config.to_dict() | FORMS[form])).eval()
+    for weight in mot.parameters():
+        weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(weight.numel()))
+    cache, ids, mask = mot.read_source(TEXTS[1:], pair["source"], pair["source_tokenizer"])
+    arguments = {name: pair[name] for name in ("target", "source_tokenizer", "target_tokenizer")}
+    inputs = mot.prepare(cache, ids, source_attention_mask=mask, text=TEXTS[1:], **arguments)
+    length = inputs.target_mask.shape[1]
+    whole = mot(inputs.source_states, inputs.embeddings, inputs.target_mask)
+    costs = []
+    for plan, first, end in (("none", 0, 0), ("bottom:1", 1, 0), ("tokens:3", 0, 3), ("bottom:2+tokens:4", 2, 4)):
+        plan = ReplayPlan.parse(plan)
+        # The other attention of the CPU is not counted.
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            output = mot.run(inputs, plan)
+        assert counter.get_total_flops() == plan.flops(mot.config, length) - plan.target_flops(mot.config, length)
+        costs.append(counter.get_total_flops())
+        for name in ("key_states", "value_states"):
+            for ours, theirs in zip(output[name], whole[name][first:], strict=True):
+                torch.testing.assert_close(ours[:, :, : length - end], theirs[:, :, : length - end])
+        ours, theirs = (mot.assemble(part, inputs, pair["target"], plan) for part in (output, whole))
+        for one, other in zip(ours.layers, theirs.layers, strict=True):
+            assert_equal_states(one, other, inputs.target_mask, atol=1e-5, rtol=1e-4)
+    assert form == "not causal" or costs[0] > costs[2] > costs[3]
+    assert form == "not causal" or costs[1] < costs[0]
+    for plan in ("bottom:3", f"bottom:3+tokens:{length - 1}"):
+        assert mot.run(inputs, ReplayPlan.parse(plan)).key_states == ()
+        assert ReplayPlan.parse(plan).flops_share(mot.config, length) == 1
 
 
 @pytest.mark.parametrize("plan", ["bottom:1", "bottom:2+tokens:2", "full"])
