@@ -4,6 +4,7 @@ Shapes: keys and values are `[batch, kv_heads, seq, head_dim]`, masks and positi
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -16,19 +17,31 @@ from .rows_mot import check_rows, positions_from_mask
 logger = logging.get_logger(__name__)
 
 
+class _Stopped(Exception):
+    """Ends a forward pass of which nobody needs the rest."""
+
+
 class _KeepLayersCache(DynamicCache):
-    """Full-length layers; of the layers outside `keep` nothing is stored."""
+    """Full-length layers; of the layers outside `keep` nothing is stored. When the last of `keep` is there, the pass
+    that fills the cache ends, by `_Stopped`."""
 
     def __init__(self, keep: Collection[int] | None):
         super().__init__()
         self.keep = None if keep is None else frozenset(keep)
+        self.last = max(keep) if keep else None
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         if self.keep is None or layer_idx in self.keep:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        while len(self.layers) <= layer_idx:
-            self.layers.append(self.layer_class_to_replicate())
+            key_states, value_states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.fill(layer_idx + 1)
+        if layer_idx == self.last:
+            raise _Stopped
         return key_states, value_states
+
+    def fill(self, depth: int) -> None:
+        """Adds empty layers."""
+        while len(self.layers) < depth:
+            self.layers.append(self.layer_class_to_replicate())
 
 
 @torch.no_grad()
@@ -40,15 +53,18 @@ def prefill(
 ) -> DynamicCache:
     """
     Runs the model over `input_ids` (`[batch, seq]`, left-padded where `attention_mask` is 0), without its LM head.
-    Every kept layer holds all positions, also in sliding-window models. `layers`: the layers to keep, all by default.
+    Every kept layer holds all positions, also in sliding-window models. `layers`: the layers to keep, all by default;
+    the pass ends with the keys and values of the last of them. If empty, none is kept and the pass runs through.
     """
     cache = _KeepLayersCache(layers)
     device = model.get_input_embeddings().weight.device
-    if attention_mask is None or bool(attention_mask.all()):
-        run_decoder(model, input_ids.to(device), cache)
-    else:
-        mask = attention_mask.to(device)
-        run_decoder(model, input_ids.to(device), cache, mask, positions_from_mask(mask))
+    with suppress(_Stopped):
+        if attention_mask is None or bool(attention_mask.all()):
+            run_decoder(model, input_ids.to(device), cache)
+        else:
+            mask = attention_mask.to(device)
+            run_decoder(model, input_ids.to(device), cache, mask, positions_from_mask(mask))
+    cache.fill(model.config.get_text_config().num_hidden_layers)
     return cache
 
 

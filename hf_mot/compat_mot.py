@@ -45,6 +45,15 @@ def decoder_of(model: nn.Module) -> nn.Module:
     return model.base_model if decoder is model.get_output_embeddings() else decoder
 
 
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a causal LM, lowest first. Raises `ValueError` for a model that has no list of them."""
+    depth = model.config.get_text_config().num_hidden_layers
+    for part in decoder_of(model).modules():
+        if isinstance(part, nn.ModuleList) and len(part) == depth:
+            return part
+    raise ValueError(f"{type(model).__name__} has no list of its {depth} layers, so parts of it cannot be run alone.")
+
+
 def run_decoder(
     model: nn.Module,
     input_ids: torch.Tensor,

@@ -51,7 +51,8 @@ class MoTConfig(PreTrainedConfig):
             Source layers whose keys and values are read, one slot each. Empty: the translator reads no source at all.
         target_layers (`list[int]`, *optional*):
             The channel window: the target layers that are translated, contiguous. `None`: all. A translator of fewer
-            needs the plan `"full"`, in which the target computes the others.
+            needs a plan in which the target computes the others: `"full"`, or `"bottom:6"` where layers 0 to 5 are all
+            that it lacks.
         replay (`str`, *optional*, defaults to `"none"`):
             The replay plan that the translator was made for, and takes where none is given.
         rank (`int`, *optional*):

@@ -39,6 +39,15 @@ def describe_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     }
 
 
+# What makes a model and its tokenizer this one and no other, wherever its files lie and in whatever dtype it is loaded.
+IDENTITY = ("fingerprint", "adapter", "quantization", "tokenizer_fingerprint", "prefix_ids")
+
+
+def identity(contract: dict[str, Any] | None) -> list[Any]:
+    """The values of `IDENTITY` in a contract, by which files that belong to a pair of models are known."""
+    return [(contract or {}).get(name) for name in IDENTITY]
+
+
 _TEXT, _TEXT_OR_NONE, _HASHES = (str,), (str, type(None)), (dict,)
 _FIELDS: dict[str, tuple[type, ...]] = {
     "id": _TEXT_OR_NONE,

@@ -21,7 +21,8 @@ from .contract_mot import check_contract, check_model, check_tokenizer, describe
 from .generation_mot import attach
 from .geometry_mot import ModelGeometry
 from .pretrained_mot import MoTPreTrainedModel
-from .replay_mot import ReplayPlan, replay
+from .replay_mot import ReplayPlan
+from .replay_run_mot import replay
 from .rows_mot import check_rows, left_pad, unpad
 from .translators_mot import build_translator, embedding_window
 from .translators_norm_mot import KeyNorm
@@ -118,8 +119,9 @@ class MoTModel(MoTPreTrainedModel):
         `ValueError` for an unknown one, or one that this translator gives too few layers for."""
         plan = ReplayPlan.parse(self.config.replay if replay is None else replay)
         layers = self.injected_layers(plan)
-        everything = len(layers) == len(self.target_geometry.layers)
-        return plan if everything else ReplayPlan(plan.kind, (layers[0], layers[-1]))
+        if plan.kind == "none" or len(layers) == len(self.target_geometry.layers):
+            return plan
+        return replace(plan, window=(layers[0], layers[-1]))
 
     def injected_layers(self, plan: str | ReplayPlan) -> range:
         """The target layers whose states are translated by a plan. Raises `ValueError` as [`plan`]."""
@@ -241,8 +243,9 @@ class MoTModel(MoTPreTrainedModel):
                 included; by default the text is tokenised alone.
             target_attention_mask (`torch.Tensor`, *optional*): Mask of left-padded `target_input_ids`.
             text (`str` or list of `str`, *optional*): The context's text; by default the decoded source ids.
-            replay (`str` or [`ReplayPlan`], *optional*): What the target computes itself; by default what the
-                translator was made for, `config.replay`.
+            replay (`str` or [`ReplayPlan`], *optional*): What the target computes itself: `"none"`, `"full"`,
+                `"bottom:6"` (its first layers), `"tokens:32"` (the last tokens), `"bottom:6+tokens:32"`; by default
+                what the translator was made for, `config.replay`.
             allow_variant (`bool`, *optional*, defaults to `False`): Accepts a source or target that is the
                 translator's with another PEFT adapter or quantization.
 
@@ -251,7 +254,8 @@ class MoTModel(MoTPreTrainedModel):
 
         Raises:
             `ValueError`: a model, tokenizer or cache that is not the pair's, a cache that lost keys or holds NaN or
-                mixed dtypes, an empty context, more context than the target's positions.
+                mixed dtypes, an empty context, more context than the target's positions, an unknown plan or one that
+                asks for more layers or tokens than there are.
         """
         plan = self.plan(replay)
         inputs = self.prepare(
@@ -266,8 +270,7 @@ class MoTModel(MoTPreTrainedModel):
             text=text,
             allow_variant=allow_variant,
         )
-        output = self(inputs.source_states, inputs.embeddings, inputs.target_mask)
-        cache = self.assemble(output, inputs, target, plan)
+        cache = self.assemble(self.run(inputs, plan), inputs, target, plan)
         if allow_variant:
             cache.contract = None
         return cache
@@ -281,6 +284,7 @@ class MoTModel(MoTPreTrainedModel):
         target_tokenizer: PreTrainedTokenizerBase,
         source: PreTrainedModel | None = None,
         source_tokenizer: PreTrainedTokenizerBase | None = None,
+        replay: str | ReplayPlan | None = None,
         allow_variant: bool = False,
         **kwargs: Any,
     ) -> TranslatedCache:
@@ -288,6 +292,7 @@ class MoTModel(MoTPreTrainedModel):
         From text to a [`TranslatedCache`], the source's prefill included. Arguments as in [`translate`]; `source` may
         be left out only by a translator that reads no source.
         """
+        plan = self.plan(replay)
         texts = [text] if isinstance(text, str) else list(text)
         cache, source_ids, source_mask = self.read_source(texts, source, source_tokenizer, allow_variant)
         return self.translate(
@@ -298,6 +303,7 @@ class MoTModel(MoTPreTrainedModel):
             target=target,
             target_tokenizer=target_tokenizer,
             text=texts,
+            replay=plan,
             allow_variant=allow_variant,
             **kwargs,
         )
@@ -369,11 +375,22 @@ class MoTModel(MoTPreTrainedModel):
             source_states = self._to_own(source_states.gather(1, index))  # [batch, target_seq, width]
         return TranslationInputs(source_states, self._embed(target, target_ids, target_mask), target_ids, target_mask)
 
+    def run(self, inputs: TranslationInputs, plan: ReplayPlan) -> MoTOutput:
+        """Translates what the plan does not leave to the target. Raises `ValueError` for a row that it is too short
+        for."""
+        plan.translated_tokens(inputs.target_mask, len(self.config.target["prefix_ids"]))
+        end = plan.tokens_read(self.config, inputs.target_mask.shape[1])
+        if end == 0 or not self.injected_layers(plan):
+            return MoTOutput(key_states=(), value_states=())
+        read = (inputs.source_states, inputs.embeddings, inputs.target_mask)
+        return self(*(None if part is None else part[:, :end] for part in read), first_layer=plan.bottom)
+
     def forward(
         self,
         source_states: torch.Tensor | None = None,
         embeddings: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        first_layer: int = 0,
     ) -> MoTOutput:
         """
         Translates states, tensors in, tensors out.
@@ -383,12 +400,16 @@ class MoTModel(MoTPreTrainedModel):
                 [`prepare`] gathers them.
             embeddings (`torch.Tensor`): Window of target token embeddings, `[batch, seq, embedding_window * dim]`.
             attention_mask (`torch.Tensor`, *optional*): `[batch, seq]`, 0 on the pads of left-padded rows.
+            first_layer (`int`, *optional*, defaults to 0): The target layers below are left out.
         """
         if attention_mask is not None:
             attention_mask = self._to_own(attention_mask, dtype=False)
-        states = self.translator(source_states, embeddings, attention_mask)
+        layers = [layer_idx for layer_idx in self.target_layers if layer_idx >= first_layer]
+        left_out = self.target_layers[: len(self.target_layers) - len(layers)]
+        skipped = sum(self.target_geometry.layers[layer_idx].width for layer_idx in left_out)
+        states = self.translator(source_states, embeddings, attention_mask, start=skipped)
         key_states, value_states, start = [], [], 0
-        for layer_idx in self.target_layers:
+        for layer_idx in layers:
             layer = self.target_geometry.layers[layer_idx]
             for into, dim in ((key_states, layer.key_dim), (value_states, layer.value_dim)):
                 piece = states[..., start : start + layer.kv_heads * dim]
@@ -461,10 +482,11 @@ class MoTModel(MoTPreTrainedModel):
         self, output: MoTOutput, inputs: TranslationInputs, target: PreTrainedModel, plan: ReplayPlan | None = None
     ) -> TranslatedCache:
         """Makes the target's cache of translated states, and attaches the target. Gradients flow through it."""
+        layers = self.target_layers[len(self.target_layers) - len(output.key_states) :]  # all, or the upper ones
         cache = replay(
             ReplayPlan() if plan is None else plan,
-            dict(zip(self.target_layers, output.key_states, strict=True)),
-            dict(zip(self.target_layers, output.value_states, strict=True)),
+            dict(zip(layers, output.key_states, strict=True)),
+            dict(zip(layers, output.value_states, strict=True)),
             target=target,
             contract=self.config.target,
             position_free=self.config.position_free,

@@ -1,8 +1,9 @@
 """The translator modules: tensors in, tensors out. They know nothing of language models, tokenizers or caches.
 
 Shapes: source states `[batch, seq, source width]`, embeddings `[batch, seq, embedding width]` (the causal window of
-the target's token embeddings, own token first), output `[batch, seq, target width]`: per target layer keys, then
-values. `attention_mask` is `[batch, seq]`, 0 on the pads of left-padded rows.
+the target's token embeddings, own token first), output `[batch, seq, target width - start]`: per target layer keys,
+then values, from channel `start` on, where a layer begins; what lies before is computed only where that is simpler.
+`attention_mask` is `[batch, seq]`, 0 on the pads of left-padded rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ from .configuration_mot import MoTConfig
 from .geometry_mot import ModelGeometry
 from .translators_backbone_mot import BackboneTranslator, FeedForward
 from .translators_mixture_mot import Mixture, Router
-from .translators_pieces_mot import PieceProjections
+from .translators_pieces_mot import PieceProjections, project_from
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,18 @@ def build_translator(config: MoTConfig) -> nn.Module:
     return _BUILDERS[config.method](config, Widths.of(config))
 
 
-def translator_flops(config: MoTConfig, context_length: int) -> int:
-    """FLOPs (2 × MACs) of a translator over `context_length` tokens; attention counted over all pairs of tokens."""
+def translator_flops(config: MoTConfig, context_length: int, skipped_layers: int = 0) -> int:
+    """FLOPs (2 × MACs) of a translator over `context_length` tokens; attention counted over all pairs of tokens.
+    `skipped_layers`: so many of the first layers that it translates are not wanted."""
     widths = Widths.of(config)
+    if context_length == 0 or skipped_layers >= len(widths.target):
+        return 0
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         source, embeddings = (
             torch.empty(1, context_length, width) if width else None
             for width in (widths.source_dim, widths.embeddings)
         )
-        build_translator(config)(source, embeddings)
+        build_translator(config)(source, embeddings, start=sum(map(sum, widths.target[:skipped_layers])))
     return counter.get_total_flops()
 
 
@@ -115,15 +119,19 @@ class ReducedRankTranslator(nn.Module):
         source_states: torch.Tensor | None,
         embeddings: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
+        start: int = 0,
     ) -> torch.Tensor:
-        inner = 0
-        if self.source_in is not None:
-            inner = inner + self.source_in(source_states)
-        if self.embedding_in is not None:
-            inner = inner + self.embedding_in(embeddings)
+        inner, full_rank = 0, isinstance(self.up, nn.Identity)  # whose inner channels are the output's
+        for project, states in ((self.source_in, source_states), (self.embedding_in, embeddings)):
+            if project is not None:
+                inner = inner + project_from(project, states, start if full_rank else 0)
         if self.refine is not None:
             inner = inner + self.refine(inner, attention_mask)
-        return self.up(inner) + self.bias
+        if isinstance(self.up, PieceProjections):
+            inner = self.up(inner, start)
+        elif not full_rank:
+            inner = project_from(self.up, inner, start)
+        return inner + self.bias[start:]
 
 
 class Refinement(nn.Module):
@@ -176,6 +184,7 @@ class MixtureTranslator(nn.Module):
         source_states: torch.Tensor | None,
         embeddings: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
+        start: int = 0,
     ) -> torch.Tensor:
         read = [part for part in (source_states, embeddings) if part is not None]
         gate_input = torch.cat(read, dim=-1)
@@ -187,8 +196,8 @@ class MixtureTranslator(nn.Module):
             )
             for index, side in enumerate(self.sides)
         ]
-        states = torch.cat([part for pair in zip(*translated, strict=True) for part in pair], dim=-1)
-        return states if self.linear is None else states + self.linear(source_states, embeddings)
+        states = torch.cat([part for pair in zip(*translated, strict=True) for part in pair], dim=-1)[..., start:]
+        return states if self.linear is None else states + self.linear(source_states, embeddings, start=start)
 
 
 class MLPTranslator(nn.Module):
@@ -210,11 +219,12 @@ class MLPTranslator(nn.Module):
         source_states: torch.Tensor | None,
         embeddings: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
+        start: int = 0,
     ) -> torch.Tensor:
         read = [part for part in (source_states, embeddings) if part is not None]
         hidden = nn.functional.gelu(self.up(self.norm(torch.cat(read, dim=-1))))
-        states = self.down(nn.functional.gelu(self.middle(hidden)))
-        return states if self.linear is None else states + self.linear(source_states, embeddings)
+        states = project_from(self.down, nn.functional.gelu(self.middle(hidden)), start)
+        return states if self.linear is None else states + self.linear(source_states, embeddings, start=start)
 
 
 class IdentityTranslator(nn.Module):
@@ -225,8 +235,9 @@ class IdentityTranslator(nn.Module):
         source_states: torch.Tensor | None,
         embeddings: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
+        start: int = 0,
     ) -> torch.Tensor:
-        return source_states
+        return source_states[..., start:]
 
 
 def _start_at_zero(projection: nn.Linear) -> None:

@@ -5,9 +5,19 @@ them to a piece the best is its first r rows. Most pieces need few; a few need a
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+
+
+def project_from(linear: nn.Module, states: torch.Tensor, start: int) -> torch.Tensor:
+    """What a linear map writes from channel `start` on. A plain one does not compute the channels before."""
+    plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter  # no adapter, not quantized
+    if start == 0 or not plain:
+        return linear(states)[..., start:]
+    return F.linear(states, linear.weight[start:], None if linear.bias is None else linear.bias[start:])
 
 
 class PieceProjections(nn.Module):
@@ -27,16 +37,18 @@ class PieceProjections(nn.Module):
             {str(rank): nn.Linear(rank, sum(self._widths_of(rank)), bias=False) for rank in sorted(set(ranks))}
         )
 
-    def _widths_of(self, rank: int) -> list[int]:
-        return [width for width, own in zip(self.widths, self.ranks, strict=True) if own == rank]
+    def _widths_of(self, rank: int, start: int = 0, stop: int | None = None) -> list[int]:
+        pieces = zip(self.widths[start:stop], self.ranks[start:stop], strict=True)
+        return [width for width, own in pieces if own == rank]
 
-    def forward(self, inner: torch.Tensor) -> torch.Tensor:
-        """`[..., rank]` to `[..., sum of widths]`."""
-        written = {
-            int(rank): iter(project(inner[..., : int(rank)]).split(self._widths_of(int(rank)), dim=-1))
-            for rank, project in self.by_rank.items()
-        }
-        return torch.cat([next(written[rank]) for rank in self.ranks], dim=-1)
+    def forward(self, inner: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """`[..., rank]` to `[..., sum of widths - start]`: the pieces from that which begins at channel `start` on."""
+        first, written = [0, *accumulate(self.widths)].index(start), {}
+        for rank in sorted(set(self.ranks[first:])):
+            left_out, widths = self._widths_of(rank, 0, first), self._widths_of(rank, first)
+            states = project_from(self.by_rank[str(rank)], inner[..., :rank], sum(left_out))
+            written[rank] = iter(states.split(widths, dim=-1))
+        return torch.cat([next(written[rank]) for rank in self.ranks[first:]], dim=-1)
 
     @torch.no_grad()
     def load(self, weight: torch.Tensor) -> None:

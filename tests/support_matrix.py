@@ -24,6 +24,8 @@ LEGEND = """\
 - **beyond the window**: a context longer than the sliding window, or just a long one where there is none.
 - **second turn**: on the returned cache, equal to native on the whole history.
 - **full replay**: replay `full`, and of one layer alone, equals native; injected zeros change the result.
+- **native parts**: replay `bottom:1`, `tokens:3` and both, over a context beyond the window, equals native; with
+  zeros in place of the translation it does not.
 - **remote code**: handoff and greedy generation in a process without the package, by the code that is saved with a
   translator.
 """

@@ -15,6 +15,7 @@ from hf_mot.evaluation.measure import partner_shift
 from hf_mot.evaluation.similarity import cache_similarity
 from hf_mot.evaluation.windows import cut_windows
 from hf_mot.modeling_mot import MoTModel
+from hf_mot.replay_mot import ReplayPlan
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +171,24 @@ def test_flops_stand_beside_each_arm(pair):
     ratios = report["flops_ratios"]
     assert (ratios["native"], ratios["no_context"]) == (1, 0)
     assert 0 < ratios["no_source"] < ratios["translated"]
+
+
+def test_arms_take_native_parts(pair):
+    plan = ReplayPlan.parse("bottom:1+tokens:2")
+    models = replace(models_of(pair), replay=str(plan), baselines={"raw_copy": RawCopy(pair["translator"])})
+    first, second = windows_of(pair, make_documents(2))
+    batch = Batch(models, [first], [second])
+    native, ours = states(batch.native_cache), states(ARMS["identity"].cache(batch))
+    torch.testing.assert_close(ours, native, atol=1e-4, rtol=1e-4)
+    for arm in ("translated", "no_source", "wrong_source", "zero_cache", "raw_copy"):
+        cache = ARMS[arm].cache(batch)
+        torch.testing.assert_close(cache.layers[0].keys, batch.native_cache.layers[0].keys, atol=1e-4, rtol=1e-4)
+        changed = (cache.layers[2].keys - batch.native_cache.layers[2].keys)[:, :, 1:].abs().amax((1, 3))
+        assert bool((changed > 1e-3).all())
+    config, length = models.translator.config, len(first.context_ids)
+    assert ARMS["translated"].flops(models, length) == plan.flops(config, length)
+    copied = models.baselines["raw_copy"].flops(length) + plan.target_flops(config, length)
+    assert ARMS["raw_copy"].flops(models, length) == copied
 
 
 def test_the_source_reads_a_batch_once_for_all_arms(pair, monkeypatch):

@@ -243,8 +243,8 @@ def check_second_turn(family):
 
 
 class Zeros(torch.nn.Module):
-    def forward(self, source_states, embeddings, attention_mask=None):
-        return torch.zeros_like(source_states)
+    def forward(self, source_states, embeddings, attention_mask=None, start=0):
+        return torch.zeros_like(source_states[..., start:])
 
 
 def check_full_replay(family):
@@ -257,6 +257,16 @@ def check_full_replay(family):
     assert_clearly_different(logits(family, ids_of(PROMPT), injected.fork()), expected)
     assert not injected.layers[1].values[:, :, 1:].any()  # all but BOS, which the target runs
     assert_close(injected.layers[0].keys, translated(family, TEXT).layers[0].keys)
+
+
+def check_native_parts(family):
+    expected = logits(family, history(LONG, PROMPT))[:, history(LONG).shape[1] :]
+    empty = MoTModel.identity(build(family), TOKENIZER)
+    empty.translator = Zeros()
+    for plan in ("bottom:1", "tokens:3", "bottom:1+tokens:3"):
+        assert_close(logits(family, ids_of(PROMPT), handoff(family, LONG, replay=plan).fork()), expected)
+        wrong = handoff(family, LONG, empty, replay=plan)
+        assert_clearly_different(logits(family, ids_of(PROMPT), wrong.fork()), expected)
 
 
 CELLS = {
@@ -277,6 +287,7 @@ CELLS = {
     "beyond the window": check_beyond_the_window,
     "second turn": check_second_turn,
     "full replay": check_full_replay,
+    "native parts": check_native_parts,
 }
 
 REMOTE = """

@@ -67,9 +67,9 @@ class Fixed(nn.Module):
         super().__init__()
         self.states = states
 
-    def forward(self, source_states, embeddings, attention_mask=None):
+    def forward(self, source_states, embeddings, attention_mask=None, start=0):
         rows, length = embeddings.shape[:2]
-        return self.states[:, :length].expand(rows, -1, -1)
+        return self.states[:, :length, start:].expand(rows, -1, -1)
 
 
 def verdict(setting, translator):

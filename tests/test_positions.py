@@ -7,6 +7,7 @@ from torch import nn
 from transformers import Cohere2Config, Cohere2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from hf_mot.capture_mot import prefill
+from hf_mot.compat_mot import decoder_layers
 from hf_mot.geometry_mot import ModelGeometry, probe
 from hf_mot.positions_mot import RotaryEncoding, find_rotary_encodings
 
@@ -174,6 +175,23 @@ def test_capture_keeps_only_the_layers_asked_for():
     whole, some = prefill(model, ids), prefill(model, ids, layers=[2])
     assert [layer.get_seq_length() for layer in some.layers] == [0, 0, 12]
     torch.testing.assert_close(some.layers[2].keys, whole.layers[2].keys)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_capture_runs_no_further_than_the_last_layer_asked_for(family):
+    model = make_model(family, make_tokenizer())
+    ids = torch.randint(0, 60, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    whole, finished = prefill(model, ids, mask), []
+    for layer_idx, layer in enumerate(decoder_layers(model)):
+        layer.register_forward_hook(lambda *_, idx=layer_idx: finished.append(idx))
+    some = prefill(model, ids, mask, layers=[0, 1])
+    assert finished == [0]
+    assert [layer.get_seq_length() for layer in some.layers] == [12, 12, 0]
+    torch.testing.assert_close(some.layers[1].keys, whole.layers[1].keys)
+    assert all(layer.get_seq_length() == 0 for layer in prefill(model, ids, mask, layers=()).layers)
+    assert finished == [0, 0, 1, 2]
 
 
 def test_probe_of_a_half_precision_model_finds_the_same(tmp_path):

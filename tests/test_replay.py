@@ -1,4 +1,5 @@
-"""Plan `full`: the target runs all its layers, and translated states take the place of its own in a window of them."""
+"""What holds for every plan; and `full`: the target runs all its layers, and translated states take the place of its
+own in a window of them."""
 
 import pytest
 import torch
@@ -6,12 +7,14 @@ from conftest import FAMILIES, make_documents, make_own
 
 from hf_mot import MoTModel, ReplayPlan
 from hf_mot.compat_mot import cache_argument
-from hf_mot.replay_mot import native_flops, replay
+from hf_mot.replay_mot import native_flops
+from hf_mot.replay_run_mot import replay
 
 TOLERANCE = 1e-4
+PARTS = ("bottom:1", "bottom:2", "bottom:3", "tokens:3", "bottom:1+tokens:3", "bottom:3+tokens:3")
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=FAMILIES, scope="module")
 def own(request):
     return make_own(request.param)
 
@@ -29,9 +32,9 @@ def prompt_logits(own, cache):
         return own["target"](prompt, **{cache_argument(own["target"]): cache.fork()}).logits
 
 
-@pytest.mark.parametrize("plan", ["full", "full:1-1", "full:0-1"])
+@pytest.mark.parametrize("plan", ["full", "full:1-1", "full:0-1", *PARTS])
 @pytest.mark.parametrize("words", [4, 40], ids=["short", "beyond the window"])
-def test_full_replay_of_the_targets_own_states_is_native(own, plan, words):
+def test_replay_of_the_targets_own_states_is_native(own, plan, words):
     mot = MoTModel.identity(own["target"], own["target_tokenizer"])
     text = make_documents(1, words)[0]
     ours = prompt_logits(own, mot.handoff(text, replay=plan, **own))
@@ -39,12 +42,14 @@ def test_full_replay_of_the_targets_own_states_is_native(own, plan, words):
     other = prompt_logits(own, mot.handoff(make_documents(1, words, seed=9)[0], replay=plan, **own))
     torch.testing.assert_close(ours, native, atol=TOLERANCE, rtol=0)
     assert (other - native).abs().max() > 0.1
+    assert MoTModel.plan(mot, plan) == ReplayPlan.parse(plan) and str(mot.plan(plan)) == plan
 
 
-def test_padded_rows_are_replayed_as_alone(own):
+@pytest.mark.parametrize("plan", ["full:0-1", "bottom:2", "tokens:3", "bottom:1+tokens:3"])
+def test_padded_rows_are_replayed_as_alone(own, plan):
     texts = make_documents(1, 5, 1) + make_documents(1, 20, 2)
     mot = MoTModel.identity(own["target"], own["target_tokenizer"])
-    batch = mot.handoff(texts, replay="full:0-1", **own)
+    batch = mot.handoff(texts, replay=plan, **own)
     for row, text in enumerate(texts):
         alone = mot.handoff(text, **own)
         kept = batch.prefix_mask[row].bool()
@@ -68,7 +73,7 @@ def test_window_alone_is_injected_and_changes_the_layers_above(own):
     assert (prompt_logits(own, native) - prompt_logits(own, changed)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("plan", ["none", "full", "full:1-1"])
+@pytest.mark.parametrize("plan", ["none", "full", "full:1-1", "bottom:1", "bottom:3", "tokens:3", "bottom:1+tokens:3"])
 def test_gradient_reaches_every_translated_state(own, plan):
     mot, inputs = inputs_of(own, make_documents(1, 8))
     output = mot(inputs.source_states, inputs.embeddings)
@@ -85,10 +90,14 @@ def test_gradient_reaches_every_translated_state(own, plan):
     )
     prompt = torch.tensor([[30, 31, 32]])
     own["target"](prompt, **{cache_argument(own["target"]): cache.fork()}).logits.logsumexp(-1).sum().backward()
-    layers = ReplayPlan.parse(plan).layers(mot.target_layers, len(mot.target_geometry.layers))
+    plan = ReplayPlan.parse(plan)
+    layers = plan.layers(mot.target_layers, len(mot.target_geometry.layers))
+    split = inputs.target_ids.shape[1] - plan.tokens
     for index, leaf in enumerate(leaves):
-        reached = leaf.grad is not None and bool(leaf.grad[:, :, 1:].abs().sum() > 0)
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        reached = bool(gradient[:, :, 1:split].any())
         assert reached == (index % depth in layers)
+        assert not gradient[:, :, split:].any()  # of these, nobody reads the translation
 
 
 def test_gradient_checkpointing_that_takes_the_cache_away_is_noticed():
@@ -97,13 +106,13 @@ def test_gradient_checkpointing_that_takes_the_cache_away_is_noticed():
     output = mot(inputs.source_states, inputs.embeddings)
     own["target"].activation_checkpointing_enable()
     own["target"].train()
-    with pytest.raises(RuntimeError, match=r"without reading the translated states of layers \[1\]"):
+    with pytest.raises(RuntimeError, match=r"ran past the cache in its layers \[1\]"):
         mot.assemble(output, inputs, own["target"], ReplayPlan.parse("full:1-1"))
 
 
 @pytest.mark.parametrize("plan", ["most", "full:2", "full:a-b", "none:0-1", "", None])
 def test_unknown_plan_is_refused(plan):
-    with pytest.raises(ValueError, match="`replay` must be one of none, full, or full with the layers to inject"):
+    with pytest.raises(ValueError, match="`replay` must be one of none, full, full:6-11 .* bottom:6.tokens:32, got"):
         ReplayPlan.parse(plan)
 
 

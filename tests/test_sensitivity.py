@@ -22,11 +22,11 @@ class Noisy(nn.Module):
         super().__init__()
         self.channels, self.size = channels, size
 
-    def forward(self, source_states, embeddings, attention_mask=None):
+    def forward(self, source_states, embeddings, attention_mask=None, start=0):
         states = source_states.clone()
         noise = torch.randn(states[..., self.channels].shape, generator=torch.Generator().manual_seed(0))
         states[..., self.channels] += self.size * noise
-        return states
+        return states[..., start:]
 
 
 def make_identity(family: str = "gemma3", layer_idx: int = 0, states: str = "keys", noise: float = 0.0) -> dict:

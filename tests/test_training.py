@@ -79,9 +79,9 @@ def test_loss_falls_and_the_language_models_stay_as_they_were(pair, tmp_path):
 
 
 @pytest.mark.parametrize("losses", ["pl", "cc", "cr", "distill", "key_attention", "cc_hidden"])
-@pytest.mark.parametrize("plan", ["none", "full:1-2"])
+@pytest.mark.parametrize("plan", ["none", "full:1-2", "bottom:1+tokens:2"])
 def test_gradient_of_each_loss_reaches_the_translator(pair, uneven, tmp_path, losses, plan):
-    if (losses, plan) == ("cc_hidden", "none"):
+    if losses == "cc_hidden" and plan != "full:1-2":
         with pytest.raises(ValueError, match="`losses` holds cc_hidden.* needs a `replay` .* like full"):
             make_trainer(pair, make_args(tmp_path, losses=losses, replay=plan))
         return
@@ -91,8 +91,13 @@ def test_gradient_of_each_loss_reaches_the_translator(pair, uneven, tmp_path, lo
         assert weight.grad is not None and weight.grad.abs().max() > 0, name
 
 
+def test_plan_that_leaves_nothing_to_train_is_refused(pair, tmp_path):
+    with pytest.raises(ValueError, match="`replay` bottom:3 runs every layer natively: nothing is left to train"):
+        make_trainer(pair, make_args(tmp_path, replay="bottom:3"))
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-@pytest.mark.parametrize("plan", ["none", "full"])
+@pytest.mark.parametrize("plan", ["none", "full", "bottom:1+tokens:2"])
 def test_a_perfect_translation_costs_nothing(uneven, tmp_path, family, plan):
     """The identity translator: both readings of the target must be one, pads and prompts of any length included."""
     own = make_own(family)
@@ -164,7 +169,7 @@ def test_batches_without_the_sources_side_are_refused(pair, uneven, tmp_path):
 
 
 @pytest.mark.parametrize("top_logits", [0, 300, None])
-@pytest.mark.parametrize("plan", ["none", "full:1-2"])
+@pytest.mark.parametrize("plan", ["none", "full:1-2", "bottom:1+tokens:2"])
 def test_captured_states_give_the_losses_of_live_ones(pair, uneven, tmp_path, plan, top_logits):
     model = make_translator(pair)
     top_logits = top_logits and min(top_logits, len(pair["target_tokenizer"]))

@@ -18,8 +18,11 @@ Piece = tuple[int, str]  # a target layer, and which of its states
 
 
 def translated_pieces(translator: MoTModel, replay: str) -> list[Piece]:
-    """The pieces that a translation replaces by this plan, bottom layer first."""
-    return [(layer_idx, states) for layer_idx in translator.injected_layers(replay) for states in STATES]
+    """What a translation replaces by this plan, bottom layer first. Raises `ValueError` if it leaves none."""
+    layers = translator.injected_layers(replay)
+    if not layers:
+        raise ValueError(f"`replay` {replay} leaves every layer to the target, so no piece is translated. Take fewer layers.")
+    return [(layer_idx, states) for layer_idx in layers for states in STATES]
 
 
 def mix(native: TranslatedCache, translated: TranslatedCache, pieces: Iterable[Piece]) -> TranslatedCache:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_mot.baselines.states import as_cache, key_and_value_widths, make_shell
 from hf_mot.cache_mot import TranslatedCache
+from hf_mot.contract_mot import identity
 from hf_mot.evaluation.arms import Batch
 from hf_mot.fit.closed_form import DEFAULT_TOKENS
 from hf_mot.fit.pair import Pair, held_out_rows, pair_windows
@@ -89,14 +90,14 @@ class Ridge:
                 LayerMap(layers, file.get_tensor(f"{number}.weight"), file.get_tensor(f"{number}.bias"))
                 for number, layers in enumerate(about["layers"])
             ]
-        if about["report"]["pair"] != pair_fingerprint(translator.config):
+        if about["report"]["pair"] != _pair_of(translator.config):
             raise ValueError(f"{path} was fitted for another pair of models. Remove it, and it is fitted anew.")
         return cls(_shell_for(maps, translator.config), maps, about["report"])
 
 
-def pair_fingerprint(config) -> list[Any]:
+def _pair_of(config) -> list[Any]:
     """What a fitted map belongs to."""
-    return [[side["fingerprint"], side["tokenizer_fingerprint"]] for side in (config.source, config.target)]
+    return [identity(side) for side in (config.source, config.target)]
 
 
 def _shell_for(maps: Sequence[LayerMap], config) -> MoTModel:
@@ -180,7 +181,7 @@ def fit_ridge(
     count = max(scores, key=scores.get)
     maps = [solver.solve(j, sorted(order[j][:count])) for j, solver in itertools.product(range(len(heads)), solvers)]
     report = {
-        "pair": pair_fingerprint(shell.config),
+        "pair": _pair_of(shell.config),
         "layer_count": count,
         "held_out_r2": {str(key): value for key, value in scores.items()},
         "ridge": RIDGE,

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+PLANS = "none, full, full:6-11, bottom:6, tokens:32 or bottom:6+tokens:32"
+
 
 def named_model(args: argparse.Namespace, translator: Any, side: str) -> tuple[str, dict[str, str]]:
     """The model that `--source` or `--target` names, by default the one the translator was made for; and the commit of

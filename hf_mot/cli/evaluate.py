@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hf_mot.cli import check_output_file, command_line, load_pair, load_tasks, named_model, split_names
+from hf_mot.cli import PLANS, check_output_file, command_line, load_pair, load_tasks, named_model, split_names
 from hf_mot.cli.rivals import (
     RIDGE_FILE,
     can_refit,
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ways to get the context, or all [native,no_context,translated,wrong_document]",
     )
     parser.add_argument(
-        "--replay", metavar="PLAN", help="what the target recomputes [what the translator was made for]"
+        "--replay", metavar="PLAN", help=f"what the target computes itself: {PLANS} [what the translator was made for]"
     )
     parser.add_argument("--context", type=int, default=256, metavar="C", help="target tokens of context [256]")
     parser.add_argument("--limit", type=int, metavar="N", help="documents, and questions a task [all that fit]")

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from hf_mot.cli import check_output_file, load_pair
+from hf_mot.cli import PLANS, check_output_file, load_pair
 
 HELP = "answer a prompt about a context that only the source has read"
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of sampling [0]")
     parser.add_argument("--dtype", default="float32", help="dtype of both models, e.g. bfloat16 [float32]")
     parser.add_argument(
-        "--replay", metavar="PLAN", help="what the target recomputes [what the translator was made for]"
+        "--replay", metavar="PLAN", help=f"what the target computes itself: {PLANS} [what the translator was made for]"
     )
     parser.add_argument("--allow-variant", action="store_true", help="accept another adapter or quantization")
     parser.add_argument("--compare", action="store_true", help="also answer natively, and without the context")

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hf_mot.cli import check_choice, check_output_file, command_line
+from hf_mot.cli import PLANS, check_choice, check_output_file, command_line
 from hf_mot.cli.fit import describe_file
 
 HELP = "train a translator for two models on text files, or on captured states"
@@ -44,7 +44,9 @@ def add_translator_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     """How it is trained."""
-    parser.add_argument("--replay", metavar="PLAN", help="what the target recomputes [what the layers allow: none]")
+    parser.add_argument(
+        "--replay", metavar="PLAN", help=f"what the target computes itself: {PLANS} [what the layers allow: none]"
+    )
     parser.add_argument("--losses", metavar="A=W,…", help="losses and their weights [cc=1,pl=1]")
     parser.add_argument("--length", type=int, metavar="N", help="target tokens of an example [128]")
     parser.add_argument("--context", metavar="C", help="of these, context; a range 64-256 mixes lengths [64]")

@@ -27,11 +27,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from hf_mot.contract_mot import IDENTITY
 from hf_mot.geometry_mot import ModelGeometry
 
 INDEX = "index.json"
 FORMAT_VERSION = 1
-_SAME = ("model_type", "adapter", "quantization", "tokenizer_fingerprint", "prefix_ids", "adds_prefix", "fingerprint")
 
 
 def shard_layout(index: dict[str, Any]) -> dict[str, tuple[str, int | None, torch.dtype]]:
@@ -136,7 +136,7 @@ def write_index(folder: Path, index: dict[str, Any]) -> None:
 def refuse_other_pair(folder: Path, index: dict[str, Any], source: dict[str, Any], target: dict[str, Any]) -> None:
     """Refuses states of another pair than that of two contracts, by the field that differs. Raises `ValueError`."""
     for side, contract in (("source", source), ("target", target)):
-        for field in (*_SAME, "geometry"):
+        for field in ("model_type", *IDENTITY, "adds_prefix", "geometry"):
             captured, came = index[side].get(field), contract.get(field)
             if not _same(field, captured, came):
                 raise ValueError(

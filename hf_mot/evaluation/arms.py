@@ -309,9 +309,7 @@ def _no_source_flops(models: Models, context_length: int) -> float:
 
 
 def _replay_flops(models: Models, context_length: int) -> float:
-    config = models.translator.config
-    plan = ReplayPlan.parse(models.replay)
-    return plan.flops(config, context_length) - ReplayPlan().flops(config, context_length)
+    return ReplayPlan.parse(models.replay).target_flops(models.translator.config, context_length)
 
 
 def _baseline(name: str, about: str) -> Arm:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_mot.configuration_mot import MoTConfig
+from hf_mot.contract_mot import identity
 from hf_mot.evaluation.cost import translator_bytes
 from hf_mot.modeling_mot import MoTModel
 
@@ -78,9 +79,7 @@ def describe_translator(translator: MoTModel) -> dict[str, Any]:
 
 def pair_fingerprint(translator: MoTModel) -> str:
     """A short hash of the two models and tokenizers, by which results of other pairs are told from theirs."""
-    fields = ("fingerprint", "adapter", "quantization", "tokenizer_fingerprint", "prefix_ids")
-    sides = [getattr(translator.config, side) or {} for side in ("source", "target")]
-    own = [[contract.get(name) for name in fields] for contract in sides]
+    own = [identity(side) for side in (translator.config.source, translator.config.target)]
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:16]
 
 

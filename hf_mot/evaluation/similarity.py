@@ -16,9 +16,10 @@ SIMILARITIES = ("translated", "wrong_source", "no_source", "zero_cache", "random
 
 
 def first_layer(models: Models) -> int:
-    """The lowest translated layer: those below are native, and their cosine of 1 says nothing."""
-    window = ReplayPlan.parse(models.replay).window
-    return 0 if window is None else window[0]
+    """The lowest translated layer, or the last of all: native ones have a cosine of 1, which says nothing."""
+    plan = ReplayPlan.parse(models.replay)
+    lowest = plan.bottom if plan.window is None else plan.window[0]
+    return min(lowest, len(models.translator.target_geometry.layers) - 1)
 
 
 def cache_similarity(models: Models, cache: TranslatedCache, native: TranslatedCache) -> list[dict[str, float]]:

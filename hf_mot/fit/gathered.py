@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
+from ..contract_mot import identity
 from ..geometry_mot import ModelGeometry
 from ..modeling_mot import MoTModel
 from .norms import KeyLengths
@@ -26,7 +27,6 @@ from .weights import output_blocks
 from .windows import Window, batched
 
 SAVE_SECONDS = 600
-_PAIR = ("fingerprint", "dtype", "adapter", "quantization", "tokenizer_fingerprint", "prefix_ids")
 
 
 @dataclass
@@ -130,7 +130,7 @@ def gathering_settings(
 ) -> dict[str, Any]:
     """By what [`Gathered`] of the same models and options is known, and by the documents that are held out."""
     return {
-        "pair": [[contract.get(name) for name in _PAIR] for contract in contracts],
+        "pair": [[*identity(contract), contract["dtype"]] for contract in contracts],
         "documents": hashlib.sha256("\0".join(held_out).encode()).hexdigest(),
         "embedding_window": embedding_window,
         "key_metric": key_metric,

@@ -24,7 +24,9 @@ class MoTTrainingArguments(TrainingArguments):
         losses (`dict[str, float]` or `str`, *optional*, defaults to `{"cc": 1.0, "pl": 1.0}`):
             Weights of the losses of [`hf_mot.training.LOSSES`], or `"cc=1,pl=1"`.
         replay (`str`, *optional*):
-            Replay plan that is trained for, e.g. `"none"` or `"full:6-11"`. By default the translator's own.
+            Replay plan that is trained for: `"none"`, `"full"`, `"full:6-11"`, `"bottom:6"`, `"tokens:32"` or
+            `"bottom:6+tokens:32"`. The losses on states leave out what the target runs natively below the
+            translated layers and of the last tokens. By default the translator's own.
         correct_window_start (`bool`, *optional*, defaults to `True`):
             Whether the losses on states count the first layer of the window too; the paper's Eq. 14 starts above it.
         length (`int`, *optional*, defaults to 128):

@@ -57,7 +57,7 @@ class Comparison:
                 "which the target computes them, like full. Leave it out, or choose such a plan."
             )
         reasons = [name for name in self.losses if name in ON_TARGET]
-        reasons += [f"the plan {self.plan}"] if self.plan.kind != "none" else []
+        reasons += [f"the plan {self.plan}"] if self.plan.runs_target else []
         reasons += ["text"] if self.captured_layers is None else []
         if self.target is None and reasons:
             raise ValueError(f"`target` is required: {reasons[0]} cannot be trained on without running it.")
@@ -102,13 +102,13 @@ class Comparison:
         vocabulary = None if prompt is None else batch.get("vocabulary")
         cache, logits = None, None
         with layer_outputs(target, "cc_hidden" in self.losses) as hidden:
-            if self.plan.kind != "none" or any(name in self.losses for name in ON_TARGET):
+            if self.plan.runs_target or any(name in self.losses for name in ON_TARGET):
                 cache = mot.assemble(output, inputs, self.target, self.plan)
         with narrow_head(target, vocabulary):
             if prompt is not None:
                 logits = prompt.logits(target, cache)
             native = self.native(mot, inputs, batch, prompt)
-        if self.plan.kind == "none" and not self.positions_on:
+        if not self.plan.runs_target and not self.positions_on:
             ours = (output.key_states, output.value_states)
         else:
             ours = context_states(cache, layers, self._strips(mot), mask)
@@ -181,16 +181,20 @@ class Comparison:
         return "key_attention" in self.losses
 
     def _counted(self, mot: MoTModel, inputs: TranslationInputs) -> torch.Tensor:
-        """`[batch, seq]`: the tokens of the contexts, without pads and the natively run prefix."""
-        positions = positions_from_mask(inputs.target_mask)
-        return inputs.target_mask.bool() & (positions >= len(mot.config.target["prefix_ids"]))
+        """`[batch, seq]`: the tokens of the contexts, without pads and those that the target runs, the special prefix
+        and the plan's last tokens."""
+        mask, prefix = inputs.target_mask, len(mot.config.target["prefix_ids"])
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        translated = columns < self.plan.translated_tokens(mask, prefix)
+        return mask.bool() & (positions_from_mask(mask) >= prefix) & translated
 
     def _strips(self, mot: MoTModel):
         return mot.target_geometry if mot.config.position_free and not self.positions_on else None
 
 
-def token_counts(batch: dict[str, Any], prefix: int) -> dict[str, int]:
-    """How many tokens of a batch the losses on its contexts and on its prompts are means over, and all that it has."""
+def token_counts(batch: dict[str, Any], native: int) -> dict[str, int]:
+    """How many tokens of a batch the losses on its contexts and on its prompts are means over, and all that it has.
+    `native`: tokens of each context that the target runs in any case."""
     context, prompt = int(batch["target_mask"].sum()), int(batch["prompt_mask"].sum())
     rows = len(batch["target_mask"])
-    return {"context": context - prefix * rows, "prompt": prompt - rows, "all": context + prompt}
+    return {"context": context - native * rows, "prompt": prompt - rows, "all": context + prompt}

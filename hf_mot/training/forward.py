@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from hf_mot.cache_mot import TranslatedCache
-from hf_mot.compat_mot import decoder_of
+from hf_mot.compat_mot import decoder_layers
 from hf_mot.evaluation.answers import prompt_logits
 from hf_mot.geometry_mot import ModelGeometry
 from hf_mot.rows_mot import positions_from_mask
@@ -71,9 +70,7 @@ def layer_outputs(model: PreTrainedModel, wanted: bool = True) -> Iterator[list[
 
     hooks = []
     if wanted:
-        depth = model.config.get_text_config().num_hidden_layers
-        stacks = (part for part in decoder_of(model).modules() if isinstance(part, nn.ModuleList))
-        hooks = [layer.register_forward_hook(keep) for layer in next(part for part in stacks if len(part) == depth)]
+        hooks = [layer.register_forward_hook(keep) for layer in decoder_layers(model)]
     try:
         yield found
     finally:

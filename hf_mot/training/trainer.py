@@ -100,8 +100,10 @@ class MoTTrainer(Trainer):
             if frozen is not None:
                 _freeze(frozen, args.device)
         self.target_embeddings = target_embeddings
-        self.prefix = len(mot.config.target["prefix_ids"])
         plan = mot.plan(args.replay)
+        if not mot.injected_layers(plan):
+            raise ValueError(f"`replay` {plan} runs every layer natively: nothing is left to train. Run fewer layers.")
+        self.native_tokens = len(mot.config.target["prefix_ids"]) + plan.tokens
         if args.replay is not None:  # what it is trained for is what it takes where none is given
             mot.config.replay = str(plan)
         self.comparison = Comparison(
@@ -151,7 +153,7 @@ class MoTTrainer(Trainer):
         output = model(read.source_states, read.embeddings, read.target_mask)
         compared = self.comparison.loss_inputs(self.translator, output, read, inputs)
         compared = replace(compared, variances=self._native_variances())
-        counts = token_counts(inputs, self.prefix)
+        counts = token_counts(inputs, self.native_tokens)
         totals = counts if num_items_in_batch is None else num_items_in_batch
         shares = {name: counts[kind(name)] / totals[kind(name)] for name in self.args.losses}
         loss, parts = weighted_sum(compared, {name: w * shares[name] for name, w in self.args.losses.items()})
@@ -172,7 +174,7 @@ class MoTTrainer(Trainer):
         """The batches of an optimizer step, and how many tokens they have in all processes. What their losses on
         prompts are narrowed to is one vocabulary for all of them, however they are split."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        counts = [token_counts(batch, self.prefix) for batch in batches]
+        counts = [token_counts(batch, self.native_tokens) for batch in batches]
         totals = torch.tensor([sum(count[name] for count in counts) for name in TOKENS], device=device)
         totals = dict(zip(TOKENS, self.accelerator.reduce(totals, "sum").tolist(), strict=True))
         self.state.num_input_tokens_seen += totals["all"]

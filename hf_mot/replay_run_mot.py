@@ -1,0 +1,159 @@
+"""Replay: makes the target's cache of translated states and of what the plan lets the target compute itself.
+
+Shapes: keys and values are `[batch, kv_heads, seq, head_dim]`, ids and masks `[batch, seq]`; rows are left-padded.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from .cache_mot import TranslatedCache
+from .capture_mot import prefill
+from .compat_mot import run_decoder
+from .geometry_mot import ModelGeometry
+from .replay_mot import ReplayPlan
+from .rows_mot import positions_from_mask
+
+_States = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer
+
+
+def replay(
+    plan: ReplayPlan,
+    key_states: Mapping[int, torch.Tensor],
+    value_states: Mapping[int, torch.Tensor],
+    *,
+    target: PreTrainedModel,
+    contract: dict[str, Any],
+    position_free: bool = True,
+    target_ids: torch.Tensor,
+    target_mask: torch.Tensor,
+) -> TranslatedCache:
+    """
+    Fills a [`TranslatedCache`]: the target's positions are put on the translated states, the target's special prefix
+    is computed natively, and whatever else the plan says. Gradients flow to the translated states.
+
+    Args:
+        plan ([`ReplayPlan`]): What the target computes.
+        key_states, value_states (`Mapping[int, torch.Tensor]`): Translated states by target layer. Layers and last
+            tokens that the plan leaves to the target are not read.
+        target (`PreTrainedModel`): The target model; its parameters are not changed.
+        contract (`dict`): The target's contract, `config.target`.
+        position_free (`bool`, *optional*, defaults to `True`): Whether the keys are without positions, to be put on.
+        target_ids, target_mask (`torch.Tensor`): The target's rows, prefix first.
+
+    Raises:
+        `ValueError`: a plan that these layers or rows are too few for.
+        `RuntimeError`: the target has left the cache aside.
+    """
+    geometry, prefix_ids = ModelGeometry.from_dict(contract["geometry"]), contract["prefix_ids"]
+    translated = plan.translated_tokens(target_mask, len(prefix_ids))
+    weight = target.get_input_embeddings().weight
+    ids, mask = target_ids.to(weight.device), target_mask.to(weight.device)
+    positions = positions_from_mask(mask)
+
+    def filled(layers: Sequence[_States], mask: torch.Tensor) -> TranslatedCache:
+        keys, values = (
+            [(part * mask[:, None, :, None].to(part)).contiguous() for part in parts]
+            for parts in zip(*layers, strict=True)
+        )
+        added = prefix_ids if contract["adds_prefix"] else ()
+        return TranslatedCache(keys, values, mask, added, geometry.sliding, contract)
+
+    if translated == 0:  # the target has no prefix and runs all tokens
+        return filled(_states(prefill(target, ids, mask)), mask)
+
+    injected = plan.layers(sorted(key_states), len(geometry.layers))
+    first = ids[:, :translated], mask[:, :translated], positions[:, :translated]
+    states = {idx: (key_states[idx][:, :, :translated], value_states[idx][:, :, :translated]) for idx in injected}
+
+    def placed(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> _States:
+        return geometry.apply_positions(layer_idx, keys, values, first[2]) if position_free else (keys, values)
+
+    if plan.kind == "full":
+        layers = _injected({idx: placed(idx, *pair) for idx, pair in states.items()}, target, prefix_ids, *first)
+    else:
+        layers = _states(prefill(target, *first[:2], range(plan.bottom)))[: plan.bottom] if plan.bottom else []
+        prefix = prefill(target, torch.tensor([prefix_ids])) if prefix_ids and states else None
+        for layer_idx, pair in states.items():
+            native = None if prefix is None else prefix.layers[layer_idx]
+            # Under a device map each layer lives where the target put it.
+            device = weight.device if native is None else native.keys.device
+            pair = placed(layer_idx, *(part.to(device=device, dtype=weight.dtype) for part in pair))
+            layers.append(pair if native is None else _with_prefix(pair, native, *first[1:]))
+    cache = filled(layers, first[1])
+    return filled(_read_on(target, cache, ids, mask, positions), mask) if plan.tokens else cache
+
+
+def _states(cache: Cache) -> list[_States]:
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _injected(
+    states: Mapping[int, _States],
+    target: PreTrainedModel,
+    prefix_ids: Sequence[int],
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    positions: torch.Tensor,
+) -> list[_States]:
+    """The target runs all its layers, and attends to `states` in place of its own, but for the prefix's."""
+    own = mask.bool() & (positions < len(prefix_ids))
+    cache = _InjectingCache(states, keep_own=own)
+    padded = not bool(mask.all())
+    run_decoder(target, ids, cache, *((mask, positions) if padded else ()))
+    _require_read(sorted(set(states) - cache.done))
+    return _states(cache)
+
+
+def _read_on(
+    target: PreTrainedModel, cache: TranslatedCache, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
+) -> list[_States]:
+    """The target reads what stands in `ids` after the columns that `cache` holds. Its pads are at the left end of
+    these, where a sliding window may count them."""
+    fork, done = cache.fork(), cache.prefix_mask.shape[1]
+    padded = not bool(mask.all())
+    run_decoder(target, ids[:, done:], fork, *((mask, positions[:, done:]) if padded else ()))
+    _require_read([idx for idx, layer in enumerate(fork.layers) if layer.keys.shape[2] < ids.shape[1]])
+    return _states(fork)
+
+
+def _require_read(missed: Sequence[int]) -> None:
+    """Gradient checkpointing in training mode, for one, takes the cache away without a word."""
+    if missed:
+        raise RuntimeError(
+            f"The target ran past the cache in its layers {list(missed)}. Turn gradient checkpointing off and put the "
+            "target in eval mode."
+        )
+
+
+def _with_prefix(states: _States, prefix: Any, mask: torch.Tensor, positions: torch.Tensor) -> _States:
+    """`states` with those of `prefix`, a layer of a cache `[1, kv_heads, prefix, dim]`, in each row's first slots."""
+    own = mask.bool() & (positions < prefix.keys.shape[2])
+    slots = own.long().argmax(dim=1, keepdim=True) + torch.arange(prefix.keys.shape[2], device=own.device)
+
+    def put(part: torch.Tensor, from_prefix: torch.Tensor) -> torch.Tensor:
+        index = slots.to(part.device)[:, None, :, None].expand(-1, part.shape[1], -1, part.shape[3])
+        return part.scatter(2, index, from_prefix.expand(len(part), -1, -1, -1))
+
+    return put(states[0], prefix.keys), put(states[1], prefix.values)
+
+
+class _InjectingCache(DynamicCache):
+    """Full-length layers; in place of what the model computes for an injected layer it stores, and attends to, what
+    was translated (its own states stay where `keep_own` is set)."""
+
+    def __init__(self, injected: Mapping[int, _States], keep_own: torch.Tensor):
+        super().__init__()
+        self.injected, self.keep_own = injected, keep_own[:, None, :, None]
+        self.done: set[int] = set()
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        if layer_idx in self.injected:
+            keep = self.keep_own.to(key_states.device)
+            keys, values = (part.to(key_states) for part in self.injected[layer_idx])
+            key_states = torch.where(keep, key_states, keys)
+            value_states = torch.where(keep, value_states, values)
+            self.done.add(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
