@@ -16,6 +16,8 @@ from hf_mot.evaluation.scoring import best_of, exact_match, normalize_answer, to
 from hf_mot.evaluation.tasks import Example, Task
 
 CLOSED_SETS = ("likelihood", "generate")
+# Answers that are scored at a time: each takes a copy of its context's cache, and logits over the whole vocabulary.
+ANSWER_ROWS = 16
 
 
 @dataclass
@@ -132,14 +134,13 @@ class Scorer:
         cache = read_on(model, ARMS[arm].cache(batch), [question.prompt_ids[:-1] for question in asked])
         last_ids = [question.prompt_ids[-1] for question in asked]
         pairs = [(row, ids) for row, question in enumerate(asked) for ids in question.answer_ids]
-        losses = iter(
-            token_losses(
-                model,
-                cache.rows(torch.tensor([row for row, _ in pairs])),
-                [[last_ids[row], *ids] for row, ids in pairs],
-            )
-        )
-        losses = [[next(losses) for _ in question.answer_ids] for question in asked]
+        losses = []
+        for start in range(0, len(pairs), ANSWER_ROWS):
+            part = pairs[start : start + ANSWER_ROWS]
+            caches = cache.rows(torch.tensor([row for row, _ in part]))
+            losses += token_losses(model, caches, [[last_ids[row], *ids] for row, ids in part])
+        each = iter(losses)
+        losses = [[next(each) for _ in question.answer_ids] for question in asked]
         texts = [None] * len(asked)
         if not self.task.closed or self.closed_sets == "generate":
             tokenizer = getattr(self.models, f"{side}_tokenizer")

@@ -200,6 +200,12 @@ class MoTTrainer(Trainer):
             measured = [self.context_evaluation(self.translator) if self.is_world_process_zero() else None]
             figures |= broadcast_object_list(measured)[0]
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        best = self.args.metric_for_best_model
+        if best in ("recovery", "source_value") and f"{metric_key_prefix}_{best}" not in output.metrics:
+            raise ValueError(
+                f"`metric_for_best_model` is {best}, which these documents do not define: the target predicts them no "
+                "better than its control does. Evaluate on others, or take loss."
+            )
         return output
 
     def log(self, logs, start_time=None):
