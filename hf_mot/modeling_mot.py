@@ -152,8 +152,9 @@ class MoTModel(MoTPreTrainedModel):
                     f"`closed_form` was fitted with `{field}` {came}, but this translator has {own}. Make them equal."
                 )
         with torch.no_grad():
-            for name, weight in closed_form.translator.named_parameters():
-                path.get_parameter(name).copy_(weight)
+            own = path.state_dict()
+            for name, tensor in closed_form.translator.state_dict().items():
+                own[name].copy_(tensor)
         self.key_norms.load_state_dict(closed_form.key_norms.state_dict())
 
     @classmethod
