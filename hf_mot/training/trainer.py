@@ -191,6 +191,10 @@ class MoTTrainer(Trainer):
             set_linear_learning_rate(optimizer, self.model if model is None else model, self.args.linear_learning_rate)
         return optimizer
 
+    def get_decay_parameter_names(self, model) -> list[str]:
+        """As in the Trainer; a gain does not decay towards 0."""
+        return [name for name in super().get_decay_parameter_names(model) if not name.endswith("gain")]
+
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
         """As in the Trainer, with each loss and, where there are `eval_documents`, recovery and source value."""
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
