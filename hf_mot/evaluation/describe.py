@@ -85,7 +85,8 @@ def pair_fingerprint(translator: MoTModel) -> str:
 
 def fingerprint(translator: MoTModel) -> str:
     """A short hash of a translator's settings and weights, by which its results are known."""
-    own = type(translator.config).__annotations__.keys() - {"source", "target", "model_type"}
+    # The curve is one of its results.
+    own = type(translator.config).__annotations__.keys() - {"source", "target", "model_type", "replay_curve"}
     settings = {name: getattr(translator.config, name) for name in sorted(own)}
     digest = hashlib.sha256(json.dumps(settings).encode())
     for name, tensor in sorted(translator.state_dict().items()):
