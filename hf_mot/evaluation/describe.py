@@ -13,6 +13,16 @@ from hf_mot.evaluation.cost import translator_bytes
 from hf_mot.modeling_mot import MoTModel
 
 
+def format_number(value: float | None, digits: int) -> str:
+    """A figure in a table, empty where there is none."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def format_interval(figure: dict[str, float] | None) -> str:
+    """A figure with its interval in a table, empty where there is none."""
+    return "" if figure is None else f"{figure['value']:.2f} [{figure['low']:.2f}, {figure['high']:.2f}]"
+
+
 def describe_pair(translator: MoTModel) -> dict[str, str]:
     """Hub id and revision of both models, or the model type of one that has no id."""
     pair = {}
