@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="PLAN,PLAN,…",
-        help="measure these plans too, or some from the cheapest to full; --card keeps that for --replay auto",
+        help="measure these plans too, or some from the cheapest to native; --card keeps that for --replay auto",
     )
     parser.add_argument("--context", type=int, default=256, metavar="C", help="target tokens of context [256]")
     parser.add_argument("--limit", type=int, metavar="N", help="documents, and questions a task [all that fit]")
