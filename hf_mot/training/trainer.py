@@ -15,6 +15,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from hf_mot.contract_mot import check_model, check_tokenizer
 from hf_mot.data.states import StatesDataset
 from hf_mot.modeling_mot import MoTModel
+from hf_mot.replay_auto_mot import is_auto
 
 from .arguments import MoTTrainingArguments
 from .checkpoints import check_checkpoint, last_checkpoint
@@ -104,8 +105,10 @@ class MoTTrainer(Trainer):
         if not mot.injected_layers(plan):
             raise ValueError(f"`replay` {plan} runs every layer natively: nothing is left to train. Run fewer layers.")
         self.native_tokens = len(mot.config.target["prefix_ids"]) + plan.tokens
-        if args.replay is not None:  # what it is trained for is what it takes where none is given
+        # What it is trained for is what it takes where none is given.
+        if args.replay is not None or is_auto(mot.config.replay):
             mot.config.replay = str(plan)
+        mot.config.replay_curve = None  # of the weights as they were
         self.comparison = Comparison(
             source,
             target,
