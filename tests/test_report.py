@@ -296,7 +296,7 @@ def test_twin_of_a_trained_translator_is_not_fitted(folder, tmp_path):
     config = MoTModel.from_pretrained(tmp_path / "mot").config.to_dict()
     MoTModel(MoTConfig(**config | {"method": "mlp", "hidden_size": 8})).save_pretrained(tmp_path / "mot")
     arguments = ["--text", folder / "text.txt", *models(folder), "--fit-text", folder / "fit.txt", "--no-cost"]
-    with pytest.raises(ValueError, match="a twin of a trained translator is trained, not fitted. Train one"):
+    with pytest.raises(ValueError, match="a twin of a trained translator is trained, not fitted. Train both"):
         run_command(tmp_path / "mot", *arguments, "--arms", "native,no_source")
 
 
