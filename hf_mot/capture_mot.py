@@ -4,7 +4,6 @@ Shapes: keys and values are `[batch, kv_heads, seq, head_dim]`, masks and positi
 """
 
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -58,13 +57,14 @@ def prefill(
     """
     cache = _KeepLayersCache(layers)
     device = model.get_input_embeddings().weight.device
-    with suppress(_Stopped):
+    try:
         if attention_mask is None or bool(attention_mask.all()):
             run_decoder(model, input_ids.to(device), cache)
         else:
             mask = attention_mask.to(device)
             run_decoder(model, input_ids.to(device), cache, mask, positions_from_mask(mask))
-    cache.fill(model.config.get_text_config().num_hidden_layers)
+    except _Stopped:
+        cache.fill(model.config.get_text_config().num_hidden_layers)
     return cache
 
 
