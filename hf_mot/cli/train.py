@@ -147,12 +147,12 @@ def run(args: argparse.Namespace) -> int:
     if checkpoint is not None:
         check_run(checkpoint, trainer.report()["training"])
     trainer.train(resume_from_checkpoint=checkpoint)
-    if not trainer.is_world_process_zero():
-        return 0
-    report = _save(trainer, args.out)
-    if args.json is not None:
-        save_report(report, args.json)
-    print(format_training(report["training"], args.out))
+    if trainer.is_world_process_zero():
+        report = _save(trainer, args.out)
+        if args.json is not None:
+            save_report(report, args.json)
+        print(format_training(report["training"], args.out))
+    trainer.accelerator.wait_for_everyone()  # all of them read a twin that one has written
     return 0
 
 
