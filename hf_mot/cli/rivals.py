@@ -93,6 +93,7 @@ def refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):
 
 def make_baselines(args: argparse.Namespace, arms: list[str], translator: Any, corpus: Any, pair: dict[str, Any]):
     from hf_mot.baselines import RawCopy, Ridge, fit_ridge
+    from hf_mot.cli.fit import describe_file
 
     baselines: dict[str, Any] = {}
     if "raw_copy" in arms:
@@ -101,12 +102,17 @@ def make_baselines(args: argparse.Namespace, arms: list[str], translator: Any, c
         kept = os.path.join(args.translator, RIDGE_FILE) if os.path.isdir(args.translator) else None
         if kept is not None and os.path.isfile(kept):
             baselines["ridge"] = Ridge.load(kept, translator)
+            fitted_on = baselines["ridge"].report.get("corpus")
+            if args.fit_text and fitted_on is not None and fitted_on != [describe_file(path) for path in args.fit_text]:
+                raise ValueError(
+                    f"{kept} was fitted on {', '.join(entry['name'] for entry in fitted_on)}, and `--fit-text` is not "
+                    "that. Remove it, and it is fitted anew."
+                )
         elif not args.fit_text:
             raise ValueError("`--arms` holds ridge, which is fitted first. Give --fit-text, or leave the arm out.")
         else:
-            tokens = (translator.fit_report or {}).get("tokens")
-            budget = {} if tokens is None else {"max_tokens": tokens}
-            baselines["ridge"] = fit_ridge(corpus(), **pair, seed=args.seed, **budget)
+            baselines["ridge"] = fit_ridge(corpus(), **pair, seed=args.seed)
+            baselines["ridge"].report["corpus"] = [describe_file(path) for path in args.fit_text]
             if kept is not None:
                 baselines["ridge"].save(kept)
     return baselines
