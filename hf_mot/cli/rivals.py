@@ -96,6 +96,7 @@ def make_baselines(args: argparse.Namespace, arms: list[str], translator: Any, c
     from hf_mot.cli.fit import describe_file
 
     baselines: dict[str, Any] = {}
+    corpora = [describe_file(path) for path in args.fit_text or ()]
     if "raw_copy" in arms:
         baselines["raw_copy"] = RawCopy(translator)
     if "ridge" in arms:
@@ -103,7 +104,7 @@ def make_baselines(args: argparse.Namespace, arms: list[str], translator: Any, c
         if kept is not None and os.path.isfile(kept):
             baselines["ridge"] = Ridge.load(kept, translator)
             fitted_on = baselines["ridge"].report.get("corpus")
-            if args.fit_text and fitted_on is not None and fitted_on != [describe_file(path) for path in args.fit_text]:
+            if corpora and fitted_on not in (None, corpora):
                 raise ValueError(
                     f"{kept} was fitted on {', '.join(entry['name'] for entry in fitted_on)}, and `--fit-text` is not "
                     "that. Remove it, and it is fitted anew."
@@ -112,7 +113,7 @@ def make_baselines(args: argparse.Namespace, arms: list[str], translator: Any, c
             raise ValueError("`--arms` holds ridge, which is fitted first. Give --fit-text, or leave the arm out.")
         else:
             baselines["ridge"] = fit_ridge(corpus(), **pair, seed=args.seed)
-            baselines["ridge"].report["corpus"] = [describe_file(path) for path in args.fit_text]
+            baselines["ridge"].report["corpus"] = corpora
             if kept is not None:
                 baselines["ridge"].save(kept)
     return baselines
