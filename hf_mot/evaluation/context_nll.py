@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_mot.evaluation.arms import Batch, Models, continuation_nll, find_arm
-from hf_mot.evaluation.measure import digest, measure
+from hf_mot.evaluation.measure import digest, measure, own_settings
 from hf_mot.evaluation.metrics import METRICS, better_by, compare
 from hf_mot.evaluation.similarity import (
     SIMILARITIES,
@@ -34,7 +34,7 @@ def measure_documents(
     """The report's part on documents, and the arms that crashed."""
     windows = found.windows
     right = torch.tensor([window.continuation_ids for window in windows])
-    store.open(CONTEXT_NLL, {**settings, "items": digest(windows)}, arms)
+    store.open(CONTEXT_NLL, {**settings, "items": digest(windows)}, own_settings(models, arms))
 
     arms = sorted(arms, key=lambda arm: arm != "native")  # others are compared with it
     has_native = "native" in arms

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_mot.alignment_mot import tokenize_with_spans
 from hf_mot.data import iterate_documents
 from hf_mot.evaluation.arms import ARMS, Baseline, Models, find_arm
 from hf_mot.evaluation.context_nll import CONTEXT_NLL, measure_documents
@@ -18,7 +19,7 @@ from hf_mot.evaluation.cost import measure_cost
 from hf_mot.evaluation.curve import NEEDED_ARMS, check_plans, columns_of, curve_points, planned_arms
 from hf_mot.evaluation.describe import describe_pair, describe_translator, fingerprint, pair_fingerprint
 from hf_mot.evaluation.gate import GATE_ARMS, Gate, judge
-from hf_mot.evaluation.measure import digest, grouped, measure
+from hf_mot.evaluation.measure import CRASHES, describe_crash, digest, grouped, measure, own_settings
 from hf_mot.evaluation.overlap import RUN_WORDS, shared_runs
 from hf_mot.evaluation.prompts import Prompter
 from hf_mot.evaluation.question_answering import CLOSED_SETS, Scorer, prepare_questions, task_figures
@@ -211,7 +212,7 @@ def evaluate(
         "pair": pair_fingerprint(translator),
         "translator": fingerprint(translator),
         "replay": replay,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": _dtype(source, target),
         "seed": seed,
     }
     report = {
@@ -295,7 +296,7 @@ def _task(models, name, questions, arms, store, settings, closed_sets, batch_siz
         if plan and plan.tokens > shortest
     }
     arms = [arm for arm in arms if arm not in short]
-    store.open(name, {**settings, **own}, arms)
+    store.open(name, {**settings, **own}, own_settings(models, arms))
     scorer = Scorer(task, models, questions, closed_sets)
     failed = measure(name, questions.items, arms, models, scorer, store, batch_size=batch_size, progress=progress)
     results = {arm: store.results(name, arm) for arm in arms if arm not in failed}
@@ -347,6 +348,18 @@ def check_models(arms, translator, no_source, source, target, baselines) -> None
     for name, model in (("source", source), ("target", target), ("translator", translator), ("no_source", no_source)):
         if model is not None and model.training:
             raise ValueError(f"`{name}` is in training mode, where dropout blurs the figures. Call {name}.eval().")
+
+
+def _source_tokens(models: Models, text: str) -> int:
+    """Tokens of a context that the source reads."""
+    prefix_ids = models.translator.config.source["prefix_ids"]
+    return len(prefix_ids) + len(tokenize_with_spans(models.source_tokenizer, text)[0])
+
+
+def _dtype(source: PreTrainedModel | None, target: PreTrainedModel) -> str:
+    """The dtype of both models, or of each where they differ."""
+    own, other = (None if model is None else str(model.dtype).removeprefix("torch.") for model in (target, source))
+    return own if other in (None, own) else f"{own}, source {other}"
 
 
 def _window(question) -> Window:
