@@ -276,18 +276,22 @@ def _document_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _task_lines(name: str, figures: dict[str, Any]) -> list[str]:
+    from hf_mot.evaluation.arms import ARMS
+
     metric, nll = figures["metric"], figures["answer_nll"]
     counted = ("too_long", "truncated", "answers_longer_than_cut")
     skipped = "".join(f", {figures[key]} {key.replace('_', ' ')}" for key in counted if key in figures)
+    about = f" about {figures['n_documents']} contexts" if "n_documents" in figures else ""
     lines = [
-        f"{name}: {figures['n']} questions{skipped}, {figures['prompt']} prompt, version {figures['version']}",
+        f"{name}: {figures['n']} questions{about}{skipped}, {figures['prompt']} prompt, version {figures['version']}",
         f"{'arm':<23}{metric:>8}  {'[95 % interval]':<16}{'EM':>7}{'NLL':>9}  recovery of the answer's NLL",
     ]
-    for arm, ends in figures["intervals"].items():
+    for arm in (arm for arm in ARMS if arm in figures):
+        ends = figures.get("intervals", {}).get(arm)
         exact = f"{figures['em'][arm]:.3f}" if "em" in figures else ""
         loss = f"{nll[arm]:.4f}" if arm in nll else ""
         recovery = _interval(nll["recoveries"][arm]) if arm in nll.get("recoveries", {}) else ""
-        interval = f"[{ends['low']:.3f}, {ends['high']:.3f}]"
+        interval = f"[{ends['low']:.3f}, {ends['high']:.3f}]" if ends else ""
         lines.append(f"{arm:<23}{figures[arm]:>8.3f}  {interval:<16}{exact:>7}{loss:>9}  {recovery}".rstrip())
     if "native_minus_no_context" in figures:
         verdict = "counts in a verdict" if figures["counts"] else "does not count in a verdict: the interval holds 0"

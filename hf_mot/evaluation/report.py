@@ -75,9 +75,7 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     tasks = report.get("tasks", {})
     closed = [name for name, task in tasks.items() if task["metric"] == "accuracy"]
     extractive = [name for name, task in tasks.items() if task["metric"] == "f1"]
-    measured = [
-        arm for arm in ARMS if arm in report.get("arms", {}) or any(arm in t["intervals"] for t in tasks.values())
-    ]
+    measured = [arm for arm in ARMS if arm in report.get("arms", {}) or any(arm in task for task in tasks.values())]
     columns: list[tuple[str, Any]] = []
     if "similarity" in report:
         columns += [
@@ -145,6 +143,7 @@ def plain_words(report: dict[str, Any]) -> list[str]:
             )
         if "counts" in task and not task["counts"]:
             said.append(f"{title} counts in no verdict: native and no context are not clearly apart there.")
+        said += [f"{title}: {note}" for note in task["answer_nll"].get("notes", [])]
     said += curve_words(report)
     if "cost" in report:
         cost = report["cost"]
