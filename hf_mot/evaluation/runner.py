@@ -243,6 +243,11 @@ def evaluate(
             cost_window = _joined_window(documents, target_tokenizer, prefix_ids, cost_context_length)
         tested[CONTEXT_NLL] = {str(window.document): documents[window.document] for window in found.windows}
         own_arms = [arm for arm in arms if not find_arm(arm).tasks_only]
+        if not own_arms:
+            raise ValueError(
+                f"`arms` holds {', '.join(arms)}, which has a meaning for questions alone. Give tasks instead of "
+                "documents, or add an arm."
+            )
         figures, failed = measure_documents(
             models, found, own_arms, store, {**settings, "context_length": context_length}, batch_size, progress
         )
@@ -258,12 +263,10 @@ def evaluate(
         report.setdefault("tasks", {})[name] = figures[replay]
         by_plan[name] = figures
         missing |= {name: failed} if failed else {}
-    if missing:
-        report["missing"] = missing
     if fit_corpus is not None:
         report["overlap"] = _overlap(tested, fit_corpus)
     if gate is not None:
-        report["gate"] = judge(report, gate)
+        report["gate"] = judge({**report, "missing": missing}, gate)
     length = len(cost_window.context_ids)
     native = ARMS["native"].flops(models, length)
     report["flops_ratios"] = {
@@ -272,12 +275,17 @@ def evaluate(
     costs: dict[str, dict[str, float]] = {}
     if cost:
         own = [plan for plan in plans if ReplayPlan.parse(plan).tokens <= length - len(prefix_ids)]
-        report["cost"] = measure_cost(models, cost_window, plans=own)
-        costs = report["cost"].pop("by_plan", {})
+        try:
+            report["cost"] = measure_cost(models, cost_window, plans=own)
+            costs = report["cost"].pop("by_plan", {})
+        except CRASHES as error:
+            missing["cost"] = {"translated": describe_crash(error)}
     if plans:
         length = report.get("context_length", length)
         shares = {plan: ReplayPlan.parse(plan).flops_share(translator.config, length) for plan in plans}
         report["curve"] = curve_points(report, shares, by_plan, costs)
+    if missing:
+        report["missing"] = missing
     report["versions"] = versions()
     return report
 
