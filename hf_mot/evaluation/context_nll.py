@@ -73,7 +73,7 @@ def measure_documents(
         arm: torch.tensor([rows[window.id]["nll"] for window in windows], dtype=torch.float64)
         for arm, rows in results.items()
     }
-    skipped = {"too_short": found.too_short, "split_character": found.split_character}
+    skipped = {name: getattr(found, name) for name in ("too_short", "split_character", "too_long_for_source")}
     clusters = [window.document for window in windows]
     figures = {
         "context_length": settings["context_length"],

@@ -226,8 +226,14 @@ def evaluate(
     missing: dict[str, dict[str, str]] = {}
     by_plan: dict[str, dict[str, dict[str, Any]]] = {}  # the figures of tasks, by task and plan
     cost_window = None
+    # What cannot be asked must not cost the measuring of what comes before it.
+    prepared = {
+        name: prepare_questions(TASKS[name], examples, models, limit=limit, seed=seed, truncate=truncate)
+        for name, examples in tasks.items()
+    }
     if documents is not None:
         documents = list(iterate_documents(documents))
+        most = None if source is None else translator.source_geometry.max_positions
         found = cut_windows(
             documents,
             target_tokenizer,
@@ -236,6 +242,7 @@ def evaluate(
             limit=limit,
             seed=seed,
             per_document=1 if context_length < LONG_CONTEXT else WINDOWS_OF_LONG_CONTEXT,
+            fits=lambda text: most is None or _source_tokens(models, text) <= most,
         )
         found.windows = grouped(found.windows)
         cost_window = found.windows[0]
@@ -253,10 +260,9 @@ def evaluate(
         )
         report |= figures
         missing |= {CONTEXT_NLL: failed} if failed else {}
-    for name, examples in tasks.items():
+    for name, questions in prepared.items():
         # Only what concerns the wrong document in general is of no use for questions.
         own_arms = [arm for arm in arms if arm != "native_wrong_document"]
-        questions = prepare_questions(TASKS[name], examples, models, limit=limit, seed=seed, truncate=truncate)
         tested[name] = {question.id: question.example.context for question in questions.items}
         cost_window = cost_window or _window(questions.items[0])
         figures, failed = _task(models, name, questions, own_arms, store, settings, closed_sets, batch_size, progress)
