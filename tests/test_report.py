@@ -1,5 +1,6 @@
 import argparse
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -307,3 +308,29 @@ def test_facts_are_to_be_read_and_name_seed_0():
         "reduced_rank, rank 8 (4 to 8 a piece), source layers 1, 3, keys of native length in 2 layers, "
         "embedding window 3, 2.5 MB"
     )
+
+
+def test_few_documents_make_nothing_clear():
+    report = make_report(n=3, tasks={})
+    report["better_by"]["no_source"] = {"value": 0.2, "low": 0.2, "high": 0.2}
+    said = plain_words(report)
+    assert "3 documents are too few for anything to be clear." in said[0]
+    assert not any("is clearly" in sentence for sentence in said)
+    assert not any("too few" in sentence for sentence in plain_words(make_report()))
+
+
+def test_why_a_task_has_no_recovery_is_said():
+    report = make_report()
+    report["tasks"]["squad"]["answer_nll"]["notes"] = ["recovery of translated is left out: the denominator."]
+    assert "SQuAD: recovery of translated is left out: the denominator." in plain_words(report)
+
+
+def test_report_that_is_killed_while_it_is_written_leaves_the_old_pages_whole(tmp_path):
+    pytest.importorskip("matplotlib")
+    page = write_report(make_report(), tmp_path)
+    for path in (page, tmp_path / "report.md"):
+        (tmp_path / "old").unlink(missing_ok=True)
+        os.link(path, tmp_path / "old")  # a file that is written in place changes under its other name too
+        before = path.read_bytes()
+        write_report(make_report(seed=int(path == page) + 1), tmp_path)
+        assert path.read_bytes() != before == (tmp_path / "old").read_bytes()
