@@ -250,3 +250,21 @@ def test_line_of_another_form_is_named(tmp_path, line):
     (tmp_path / "notes.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match=r"notes\.jsonl, line 1, is no result of an evaluation"):
         ResultStore(tmp_path / "notes.jsonl")
+
+
+def test_what_is_overwritten_can_be_reused(pair, scored, tmp_path):
+    tasks, file = {"squad": make_examples(4)}, tmp_path / "results.jsonl"
+    whole = evaluate(tasks=tasks, results=file, **pair)
+    with pytest.raises(ValueError, match="`reuse` must name a file"):
+        ResultStore(file, overwrite=True, reuse=tmp_path / "absent.jsonl")
+    scored["done"].clear()
+    assert evaluate(tasks=tasks, results=ResultStore(file, overwrite=True, reuse=file), **pair) == whole
+    assert {arm for arm, row in scored["done"]} == {"translated", "wrong_document"}
+
+
+def test_results_of_another_version_of_context_nll_are_not_mixed_in(pair, tmp_path, monkeypatch):
+    file, documents = tmp_path / "results.jsonl", make_documents(3)
+    assert evaluate(documents=documents, results=file, **pair)["context_nll_version"] == context_nll.VERSION
+    monkeypatch.setattr(context_nll, "VERSION", "of tomorrow")
+    with pytest.raises(ValueError, match="results of context_nll with version"):
+        evaluate(documents=documents, results=file, **pair)

@@ -35,19 +35,19 @@ class ResultStore:
         self.path = None if path is None else Path(path)
         self._settings: dict[str, dict[str, Any]] = {}
         self._results: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+        self._reused = None
+        if reuse is not None:  # first, since it may be the file that is overwritten
+            if not os.path.isfile(reuse):
+                raise ValueError(f"`reuse` must name a file of results, examples.jsonl of a report, got {reuse}.")
+            self._reused = ResultStore()
+            self._reused.path = Path(reuse)
+            self._reused._read(self._reused.path)
         if self.path is not None and overwrite:
             self.path.unlink(missing_ok=True)
         if self.path is not None and self.path.exists():
             whole, half = self._read(self.path)
             if half:  # else nothing is cut, in case that another process has added something by now
                 os.truncate(self.path, whole)
-        self._reused = None
-        if reuse is not None:
-            if not os.path.isfile(reuse):
-                raise ValueError(f"`reuse` must name a file of results, examples.jsonl of a report, got {reuse}.")
-            self._reused = ResultStore()
-            self._reused.path = Path(reuse)
-            self._reused._read(self._reused.path)
 
     def open(
         self, part: str, settings: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]] | None = None
