@@ -154,6 +154,7 @@ def test_crash_in_one_arm_keeps_the_others(pair, monkeypatch):
         ({"arms": ["ridge"]}, "`arms` holds ridge, but `baselines` holds none of that name"),
         ({"documents": None}, "`documents` and `tasks` are both missing"),
         ({"tasks": {"sqad": []}}, "'sqad', which is no task. Did you mean squad"),
+        ({"documents": None, "tasks": {"squad": [1]}, "cost_context_length": 40}, "`cost_context_length` needs docum"),
     ],
 )
 def test_bad_arguments_are_named(pair, change, message):
@@ -223,5 +224,5 @@ def test_crash_of_the_translator_leaves_a_report_without_its_cost(pair, monkeypa
 
 
 def test_arms_for_questions_alone_say_so_on_documents(pair):
-    with pytest.raises(ValueError, match="`arms` holds source_alone, which has a meaning for questions alone"):
+    with pytest.raises(ValueError, match="`arms` holds none that has a meaning for context_nll"):
         evaluate(documents=make_documents(3), **{**pair, "arms": ["source_alone"]})

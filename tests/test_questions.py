@@ -305,3 +305,22 @@ def test_questions_about_one_document_have_no_interval(pair, examples):
     assert "7 questions about 1 contexts" in lines and "translated" in lines and "[" not in lines.splitlines()[2]
     assert [row[0] for row in table(report)[1]] == arms
     assert any("at least 2" in sentence for sentence in plain_words(report))
+
+
+def test_empty_task_is_named(pair):
+    with pytest.raises(ValueError, match="The task squad is empty"):
+        run(pair, "squad", [])
+
+
+def test_arm_for_documents_alone_says_so_on_questions(pair, examples):
+    with pytest.raises(ValueError, match="`arms` holds none that has a meaning for squad"):
+        run(pair, "squad", examples, arms=["native_wrong_document"])
+
+
+def test_source_has_room_for_its_summary():
+    pair = make_pair(source="gpt2")  # of learned positions, which end
+    pair["source_tokenizer"].chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}>"
+    fits = Example("a", "river stone " * 30, "river?", ("stone",))
+    long = Example("b", "winter " * 58 + "river", "river?", ("stone",))  # room for an answer to the question alone
+    report = evaluate(tasks={"squad": [fits, long]}, **{**pair, "arms": ["native", "text_handoff"]})
+    assert "missing" not in report and report["tasks"]["squad"]["too_long"] == 1

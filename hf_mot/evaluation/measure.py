@@ -83,8 +83,13 @@ def measure(
         `dict`: Why an arm has not all its results, by its name.
 
     Raises:
-        ValueError, RuntimeError, …: What the last arm crashed with, if none has gone through.
+        ValueError, RuntimeError, …: Without an arm; or what the last arm crashed with, if none has gone through.
     """
+    if not arms:
+        raise ValueError(
+            f"`arms` holds none that has a meaning for {part}. text_handoff and source_alone have one for questions "
+            "alone, native_wrong_document for documents alone. Add an arm."
+        )
     needs_other = [arm for arm in arms if find_arm(arm).wrong or arm == "wrong_source"]
     shift = partner_shift(items, ", ".join(needs_other)) if needs_other else 0
     failed: dict[str, str] = {}

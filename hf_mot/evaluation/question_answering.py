@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from hf_mot.evaluation.answers import greedy_answers, read_on, token_losses
-from hf_mot.evaluation.arms import Batch, Models, find_arm
+from hf_mot.evaluation.arms import SUMMARY_TOKENS, Batch, Models, find_arm
 from hf_mot.evaluation.measure import grouped
 from hf_mot.evaluation.metrics import better_by, compare, mean_with_interval
 from hf_mot.evaluation.prompts import Question, cut_to_fit
@@ -63,9 +63,11 @@ def prepare_questions(
         truncate (`bool`, *optional*, defaults to `False`): Cut contexts that are too long instead of skipping them.
 
     Raises:
-        ValueError: If no question fits, or two have one id.
+        ValueError: If there is no question, none fits, or two have one id.
     """
     order = list(examples)
+    if not order:
+        raise ValueError(f"The task {task.name} is empty. Give it at least one example.")
     for name, count in Counter(example.id for example in order).items():
         if count > 1:  # one would get the other's result
             raise ValueError(f"{count} examples of {task.name} have the id {name!r}. Give each an id of its own.")
@@ -107,7 +109,10 @@ def _rooms(task: Task, example: Example, models: Models) -> list[tuple[Any, int]
         prompter = models.prompters.get(side)
         if prompter is not None:  # it answers, too
             question = prompter.question(task, example, "")
-            room -= len(question.prompt_ids) + max(task.max_new_tokens, *map(len, question.answer_ids))
+            needed = len(question.prompt_ids) + max(task.max_new_tokens, *map(len, question.answer_ids))
+            if side == "source":  # it may be asked for a summary
+                needed = max(needed, len(prompter.encode(prompter.summary_prompt())) + SUMMARY_TOKENS)
+            room -= needed
         rooms.append((tokenizer, room))
     return rooms
 

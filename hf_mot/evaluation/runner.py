@@ -167,6 +167,11 @@ def evaluate(
     tasks = dict(tasks or {})
     if documents is None and not tasks:
         raise ValueError("`documents` and `tasks` are both missing: there is nothing to measure on. Give one of them.")
+    if cost_context_length is not None and documents is None:
+        raise ValueError(
+            "`cost_context_length` needs documents to take so many tokens from. Give some, or leave it out: cost is "
+            "measured on the longest context of the first task then."
+        )
     if closed_sets not in CLOSED_SETS:
         raise ValueError(f"`closed_sets` must be one of {', '.join(CLOSED_SETS)}, got {closed_sets!r}.")
     arms = check_settings(
@@ -250,11 +255,6 @@ def evaluate(
             cost_window = _joined_window(documents, target_tokenizer, prefix_ids, cost_context_length)
         tested[CONTEXT_NLL] = {str(window.document): documents[window.document] for window in found.windows}
         own_arms = [arm for arm in arms if not find_arm(arm).tasks_only]
-        if not own_arms:
-            raise ValueError(
-                f"`arms` holds {', '.join(arms)}, which has a meaning for questions alone. Give tasks instead of "
-                "documents, or add an arm."
-            )
         figures, failed = measure_documents(
             models, found, own_arms, store, {**settings, "context_length": context_length}, batch_size, progress
         )
