@@ -154,6 +154,10 @@ def test_crash_in_one_arm_keeps_the_others(pair, monkeypatch):
         ({"arms": ["ridge"]}, "`arms` holds ridge, but `baselines` holds none of that name"),
         ({"documents": None}, "`documents` and `tasks` are both missing"),
         ({"tasks": {"sqad": []}}, "'sqad', which is no task. Did you mean squad"),
+        (
+            {"replay": f"tokens:{CONTEXT}"},
+            f"`replay` is tokens:{CONTEXT}, but a context of {CONTEXT} target tokens has",
+        ),
         ({"documents": None, "tasks": {"squad": [1]}, "cost_context_length": 40}, "`cost_context_length` needs docum"),
     ],
 )

@@ -261,6 +261,10 @@ def test_report_of_the_command(folder, tmp_path):
         (["--text", "text.txt", "--arms", "rigde", "--source", "absent"], "Did you mean ridge"),
         (["--text", "text.txt", "--card"], "`--card` needs the translator's own folder, got org/mot"),
         (["--text", "text.txt", "--gate", "--gate-recovery", "2"], "`recovery` of the gate must lie in 0..1, got 2.0"),
+        (["--text", "text.txt", "--prompt-style", "plan"], "`--prompt-style` is 'plan'. Did you mean plain"),
+        (["--text", "text.txt", "--closed-sets", "generat"], "`--closed-sets` is 'generat'. Did you mean generate"),
+        (["--tasks", ","], "`--text` and `--tasks` are both missing"),
+        (["--text", "text.txt", "--show-prompts"], "`--show-prompts` shows those of `--tasks`, which is missing"),
     ],
 )
 def test_bad_arguments_are_found_before_a_model_is_loaded(folder, monkeypatch, arguments, message):
@@ -334,3 +338,14 @@ def test_report_that_is_killed_while_it_is_written_leaves_the_old_pages_whole(tm
         before = path.read_bytes()
         write_report(make_report(seed=int(path == page) + 1), tmp_path)
         assert path.read_bytes() != before == (tmp_path / "old").read_bytes()
+
+
+def test_command_with_an_arm_that_crashed_ends_as_failed(folder, tmp_path, monkeypatch, capsys):
+    def crash(batch):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setitem(arms.ARMS, "translated", replace(arms.ARMS["translated"], cache=crash))
+    out = tmp_path / "out.json"
+    assert run_command(folder / "mot", "--text", folder / "text.txt", *models(folder), "--json", out) == 1
+    assert "native" in json.loads(out.read_text())["arms"]
+    assert "missing: translated of context_nll, which crashed: RuntimeError: out of memory" in capsys.readouterr().out

@@ -187,6 +187,12 @@ def evaluate(
         curve=curve,
     )
     replay = str(translator.plan(replay, context_length))
+    own = context_length - len(translator.config.target["prefix_ids"])
+    if documents is not None and ReplayPlan.parse(replay).tokens > own:
+        raise ValueError(
+            f"`replay` is {replay}, but a context of {context_length} target tokens has {own} besides its special "
+            "prefix. Choose fewer tokens, or a longer context."
+        )
     plans = [] if curve is None else check_plans(translator, curve, context_length, replay)
     check_models(arms, translator, no_source, source, target, baselines or {})
     prefix_ids = list(translator.config.target["prefix_ids"])
