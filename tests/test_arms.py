@@ -9,6 +9,7 @@ from evaluation_pair import CONTEXT, make_pair
 
 from hf_mot import modeling_mot
 from hf_mot.baselines import RawCopy
+from hf_mot.evaluation import arms as arms_module
 from hf_mot.evaluation import evaluate, runner
 from hf_mot.evaluation.arms import ARMS, Batch, Models
 from hf_mot.evaluation.measure import partner_shift
@@ -153,6 +154,11 @@ def test_crash_in_one_arm_keeps_the_others(pair, monkeypatch):
         ({"arms": ["ridge"]}, "`arms` holds ridge, but `baselines` holds none of that name"),
         ({"documents": None}, "`documents` and `tasks` are both missing"),
         ({"tasks": {"sqad": []}}, "'sqad', which is no task. Did you mean squad"),
+        (
+            {"replay": f"tokens:{CONTEXT}"},
+            f"`replay` is tokens:{CONTEXT}, but a context of {CONTEXT} target tokens has",
+        ),
+        ({"documents": None, "tasks": {"squad": [1]}, "cost_context_length": 40}, "`cost_context_length` needs docum"),
     ],
 )
 def test_bad_arguments_are_named(pair, change, message):
@@ -205,3 +211,22 @@ def test_the_source_reads_a_batch_once_for_all_arms(pair, monkeypatch):
     for arm in ("translated", "no_source", "wrong_source", "raw_copy"):
         ARMS[arm].cache(batch)
     assert reads == [pair["source"]] * 2  # the other documents of wrong_source once
+
+
+def test_crash_of_the_translator_leaves_a_report_without_its_cost(pair, monkeypatch):
+    def crash(self, *args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(arms_module.Batch, "translate", crash)
+    monkeypatch.setattr(MoTModel, "translate", crash)
+    report = evaluate(documents=make_documents(3), **{**pair, "arms": ["native", "translated"], "cost": True})
+    assert "native" in report["arms"] and "cost" not in report
+    assert report["missing"] == {
+        "context_nll": {"translated": "RuntimeError: out of memory"},
+        "cost": {"translated": "RuntimeError: out of memory"},
+    }
+
+
+def test_arms_for_questions_alone_say_so_on_documents(pair):
+    with pytest.raises(ValueError, match="`arms` holds none that has a meaning for context_nll"):
+        evaluate(documents=make_documents(3), **{**pair, "arms": ["source_alone"]})

@@ -296,3 +296,10 @@ def test_front_matter_that_is_no_yaml_is_replaced_with_a_warning(config, report,
     card = merge_card(render_card(config, report), "---\ntags: [mine\n: :\n---\nMy own words.\n")
     assert front_matter(card)["library_name"] == "hf_mot" and "My own words." in card
     assert "front matter of the card cannot be read" in warnings()
+
+
+def test_windows_are_not_called_documents(config, report):
+    report["evaluation"] |= {"n": 137, "n_documents": 40}
+    card = render_card(config, report)
+    assert "137 windows of 40 documents that it was not fitted on" in card
+    assert "137 documents" not in card

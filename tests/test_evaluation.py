@@ -1,12 +1,13 @@
 import argparse
+import copy
 import json
 
 import pytest
 import torch
-from conftest import make_documents, make_model, make_pair, make_tokenizer, make_translator, save_pair
+from conftest import changed, make_documents, make_model, make_pair, make_tokenizer, make_translator, save_pair
 
 from hf_mot import MoTModel
-from hf_mot.evaluation import evaluate, runner, save_report
+from hf_mot.evaluation import Example, evaluate, runner, save_report
 from hf_mot.evaluation.arms import continuation_nll
 from hf_mot.evaluation.context_nll import compare_arms
 from hf_mot.evaluation.windows import check_context_length, cut_windows
@@ -324,3 +325,30 @@ def test_bad_settings_are_found_before_a_model_is_loaded(folder):
 def test_json_into_a_missing_folder_is_found_first(folder, tmp_path):
     with pytest.raises(ValueError, match="`--json` names a file in a folder that does not exist"):
         run_command(folder, "--json", str(tmp_path / "absent" / "out.json"), translator="absent")
+
+
+def test_context_longer_than_the_source_is_skipped_and_counted(pair):
+    # 24 target tokens, of which each may be several of the source's, which takes a byte for a token.
+    lengths = {
+        document: len(pair["source_tokenizer"](windows_of(pair, [document])[0].text)["input_ids"])
+        for document in DOCUMENTS
+    }
+    longest = max(lengths.values())
+    translator = copy.deepcopy(pair["translator"])
+    contract = translator.config.source
+    translator.config.source = changed(contract, ["geometry", "max_positions"], longest - 1)
+    translator = MoTModel(translator.config).eval()
+    translator.load_state_dict(pair["translator"].state_dict())
+    source = copy.deepcopy(pair["source"])
+    source.config.max_position_embeddings = longest - 1
+    report = evaluate(documents=DOCUMENTS, **{**pair, "translator": translator, "source": source})
+    skipped = sum(length == longest for length in lengths.values())
+    assert "missing" not in report
+    assert (report["n"], report["skipped"]) == (8 - skipped, {"too_long_for_source": skipped})
+
+
+def test_all_questions_are_checked_before_anything_is_measured(pair, monkeypatch):
+    monkeypatch.setattr(runner, "measure_documents", lambda *args: pytest.fail("measured"))
+    long = Example("a", "river stone " * 60, "river?", ("stone",))
+    with pytest.raises(ValueError, match="No question of squad fits"):
+        evaluate(documents=DOCUMENTS, tasks={"squad": [long]}, **pair)

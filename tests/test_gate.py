@@ -9,7 +9,7 @@ from conftest import make_documents, make_model, make_tokenizer
 from torch import nn
 
 from hf_mot.evaluation import evaluate
-from hf_mot.evaluation.gate import Gate, judge
+from hf_mot.evaluation.gate import MIN_DOCUMENTS, Gate, judge
 from hf_mot.evaluation.overlap import shared_runs
 from hf_mot.fit import fit
 
@@ -122,7 +122,7 @@ def clear(value=1.0):
 
 def report_with(**changes):
     better = {control: clear() for control in ("wrong_document", "wrong_source", "no_source")}
-    return {"arms": {}, "better_by": better, "recovery": clear(0.6), **changes}
+    return {"arms": {}, "n": 40, "better_by": better, "recovery": clear(0.6), **changes}
 
 
 def test_each_condition_can_say_no():
@@ -141,7 +141,7 @@ def test_each_condition_can_say_no():
 
 
 def test_only_tasks_that_count_are_judged():
-    task = {"counts": True, "answer_nll": report_with(recovery=clear(0.2))}
+    task = {"counts": True, "n": 40, "answer_nll": report_with(recovery=clear(0.2))}
     assert judge(report_with(tasks={"squad": task}), Gate())["reasons"] == ["squad: the recovery is 0.200, needs 0.5"]
     assert judge(report_with(tasks={"squad": {**task, "counts": False}}), Gate())["passed"]
     alone = judge({"tasks": {"squad": {**task, "counts": False}}}, Gate())
@@ -177,3 +177,13 @@ def test_evaluate_counts_overlap(setting):
         "documents": {"context_nll": ["2"]},
     }
     json.dumps(report)
+
+
+def test_few_documents_are_no_ground_for_a_verdict():
+    assert judge(report_with(n=MIN_DOCUMENTS), Gate())["passed"]
+    for few in ({"n": MIN_DOCUMENTS - 1}, {"n": 40, "n_documents": 2}):
+        reasons = judge(report_with(**few), Gate())["reasons"]
+        count = min(few.values())
+        assert reasons == [f"context_nll: {count} documents are too few for a verdict, needs {MIN_DOCUMENTS}"]
+    task = {"counts": True, "n": 40, "n_documents": 3, "answer_nll": report_with()}
+    assert judge({"tasks": {"squad": task}}, Gate())["reasons"][0].startswith("squad: 3 documents are too few")

@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 
-from hf_mot.evaluation.metrics import bootstrap_means, compare, ratio_of_means
+from hf_mot.evaluation.metrics import better_by, bootstrap_means, compare, ratio_of_means
 
 
 def gaussian(documents, mean, seed):
@@ -82,3 +82,9 @@ def test_one_document_has_no_interval():
     nll = {"native": torch.ones(1), "no_context": torch.full((1,), 2.0), "translated": torch.ones(1)}
     figure, note = compare(nll, "recovery")
     assert figure is None and "needs at least 2" in note
+
+
+def test_one_document_is_not_said_to_be_better():
+    values = {"translated": torch.ones(2), "no_source": torch.zeros(2)}
+    assert better_by(values, seed=0)["better_by"]["no_source"]["value"] == 1
+    assert better_by(values, seed=0, clusters=["a", "a"]) == {}

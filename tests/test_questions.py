@@ -13,6 +13,7 @@ from hf_mot.cli.evaluate import _task_lines
 from hf_mot.evaluation import evaluate
 from hf_mot.evaluation.prompts import Prompter
 from hf_mot.evaluation.question_answering import named_choice
+from hf_mot.evaluation.report import plain_words, table
 from hf_mot.evaluation.store import ResultStore
 from hf_mot.evaluation.tasks import TASKS, Example
 
@@ -285,3 +286,41 @@ def test_target_without_bos_starts_from_an_empty_cache(examples):
         losses = plain_losses(target, question.prompt_ids, question.answer_ids[0])
         assert results["no_context"][example.id]["nll"] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
         assert math.isfinite(results["native"][example.id]["nll"])
+
+
+def test_examples_of_one_name_are_refused(pair, examples):
+    with pytest.raises(ValueError, match="2 examples of squad have the id 'task/odd/1'"):
+        run(pair, "squad", [*examples, replace(examples[0], id="task/odd/1")])
+
+
+def test_questions_about_one_document_have_no_interval(pair, examples):
+    examples = [replace(example, context=examples[0].context) for example in examples]
+    arms = ["native", "no_context", "translated", "no_source"]
+    report = evaluate(tasks={"squad": examples}, **{**pair, "arms": arms})
+    figures = report["tasks"]["squad"]
+    assert (figures["n"], figures["n_documents"]) == (7, 1)
+    assert not {"intervals", "better_by", "native_minus_no_context", "counts"} & figures.keys()
+    assert "better_by" not in figures["answer_nll"] and "at least 2" in figures["answer_nll"]["notes"][0]
+    lines = "\n".join(_task_lines("squad", figures))
+    assert "7 questions about 1 contexts" in lines and "translated" in lines and "[" not in lines.splitlines()[2]
+    assert [row[0] for row in table(report)[1]] == arms
+    assert any("at least 2" in sentence for sentence in plain_words(report))
+
+
+def test_empty_task_is_named(pair):
+    with pytest.raises(ValueError, match="The task squad is empty"):
+        run(pair, "squad", [])
+
+
+def test_arm_for_documents_alone_says_so_on_questions(pair, examples):
+    with pytest.raises(ValueError, match="`arms` holds none that has a meaning for squad"):
+        run(pair, "squad", examples, arms=["native_wrong_document"])
+
+
+def test_source_has_room_for_its_summary():
+    pair = make_pair(source="gpt2")  # of learned positions, which end
+    pair["source_tokenizer"].chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}>"
+    fits = Example("a", "river stone " * 30, "river?", ("stone",))
+    long = Example("b", "winter " * 58 + "river", "river?", ("stone",))  # room for an answer to the question alone
+    report = evaluate(tasks={"squad": [fits, long]}, **{**pair, "arms": ["native", "text_handoff"]})
+    assert "missing" not in report and report["tasks"]["squad"]["too_long"] == 1

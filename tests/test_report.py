@@ -1,5 +1,6 @@
 import argparse
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -262,6 +263,10 @@ def test_report_of_the_command(folder, tmp_path):
         (["--text", "text.txt", "--arms", "rigde", "--source", "absent"], "Did you mean ridge"),
         (["--text", "text.txt", "--card"], "`--card` needs the translator's own folder, got org/mot"),
         (["--text", "text.txt", "--gate", "--gate-recovery", "2"], "`recovery` of the gate must lie in 0..1, got 2.0"),
+        (["--text", "text.txt", "--prompt-style", "plan"], "`--prompt-style` is 'plan'. Did you mean plain"),
+        (["--text", "text.txt", "--closed-sets", "generat"], "`--closed-sets` is 'generat'. Did you mean generate"),
+        (["--tasks", ","], "`--text` and `--tasks` are both missing"),
+        (["--text", "text.txt", "--show-prompts"], "`--show-prompts` shows those of `--tasks`, which is missing"),
     ],
 )
 def test_bad_arguments_are_found_before_a_model_is_loaded(folder, monkeypatch, arguments, message):
@@ -309,3 +314,40 @@ def test_facts_are_to_be_read_and_name_seed_0():
         "reduced_rank, rank 8 (4 to 8 a piece), source layers 1, 3, keys of native length in 2 layers, "
         "embedding window 3, 2.5 MB"
     )
+
+
+def test_few_documents_make_nothing_clear():
+    report = make_report(n=3, tasks={})
+    report["better_by"]["no_source"] = {"value": 0.2, "low": 0.2, "high": 0.2}
+    said = plain_words(report)
+    assert "3 documents are too few for anything to be clear." in said[0]
+    assert not any("is clearly" in sentence for sentence in said)
+    assert not any("too few" in sentence for sentence in plain_words(make_report()))
+
+
+def test_why_a_task_has_no_recovery_is_said():
+    report = make_report()
+    report["tasks"]["squad"]["answer_nll"]["notes"] = ["recovery of translated is left out: the denominator."]
+    assert "SQuAD: recovery of translated is left out: the denominator." in plain_words(report)
+
+
+def test_report_that_is_killed_while_it_is_written_leaves_the_old_pages_whole(tmp_path):
+    pytest.importorskip("matplotlib")
+    page = write_report(make_report(), tmp_path)
+    for path in (page, tmp_path / "report.md"):
+        (tmp_path / "old").unlink(missing_ok=True)
+        os.link(path, tmp_path / "old")  # a file that is written in place changes under its other name too
+        before = path.read_bytes()
+        write_report(make_report(seed=int(path == page) + 1), tmp_path)
+        assert path.read_bytes() != before == (tmp_path / "old").read_bytes()
+
+
+def test_command_with_an_arm_that_crashed_ends_as_failed(folder, tmp_path, monkeypatch, capsys):
+    def crash(batch):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setitem(arms.ARMS, "translated", replace(arms.ARMS["translated"], cache=crash))
+    out = tmp_path / "out.json"
+    assert run_command(folder / "mot", "--text", folder / "text.txt", *models(folder), "--json", out) == 1
+    assert "native" in json.loads(out.read_text())["arms"]
+    assert "missing: translated of context_nll, which crashed: RuntimeError: out of memory" in capsys.readouterr().out

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from conftest import make_documents
 from evaluation_pair import make_examples, make_pair
 
@@ -177,3 +178,93 @@ def test_file_of_something_else_is_not_touched(tmp_path):
     with pytest.raises(ValueError, match=r"notes\.jsonl, line 2, is no result of an evaluation"):
         ResultStore(file)
     assert json.loads(file.read_text().splitlines()[1]) == {"name": "Ada"}
+
+
+@pytest.mark.parametrize("change", ["question", "answers"])
+def test_results_of_other_questions_of_the_same_names_are_not_mixed_in(pair, tmp_path, change):
+    file, examples = tmp_path / "results.jsonl", make_examples(3)
+    evaluate(tasks={"squad": examples}, results=file, **pair)
+    other = {"question": "Who reads?", "answers": (*examples[1].answers, "another one")}[change]
+    examples[1] = replace(examples[1], **{change: other})
+    with pytest.raises(ValueError, match="results of squad with items"):
+        evaluate(tasks={"squad": examples}, results=file, **pair)
+
+
+def test_results_of_documents_that_go_on_otherwise_are_not_mixed_in(pair, tmp_path):
+    file, documents = tmp_path / "results.jsonl", make_documents(3, seed=1)
+    evaluate(documents=documents, results=file, **pair)
+    documents[1] = documents[1][:120] + documents[1][:119:-1]
+    with pytest.raises(ValueError, match="results of context_nll with items"):
+        evaluate(documents=documents, results=file, **pair)
+
+
+def test_results_of_another_twin_are_not_mixed_in(pair, tmp_path):
+    file, documents = tmp_path / "results.jsonl", make_documents(3)
+    arms = ["native", "no_context", "translated", "no_source"]
+    evaluate(documents=documents, results=file, **{**pair, "arms": arms[:3]})
+    evaluate(documents=documents, results=file, **{**pair, "arms": arms})  # an arm can be added later
+    other = {**pair, "no_source": read_otherwise(pair["no_source"])}
+    evaluate(documents=documents, results=file, **{**other, "arms": arms[:3]})
+    with pytest.raises(ValueError, match="results of context_nll/no_source with twin"):
+        evaluate(documents=documents, results=file, **{**other, "arms": arms})
+
+
+def test_answers_of_a_source_that_was_asked_otherwise_are_not_mixed_in(tmp_path):
+    pair = {**make_pair(), "arms": ["native", "source_alone"]}
+    pair["source_tokenizer"].chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}>"
+    file, tasks = tmp_path / "results.jsonl", {"squad": make_examples(3)}
+    evaluate(tasks=tasks, results=file, **pair)  # the target has no chat template: plain in both
+    message = "results of squad/source_alone with source_prompt 'chat', but this run has 'plain'"
+    with pytest.raises(ValueError, match=message):
+        evaluate(tasks=tasks, results=file, **pair, prompt_style="plain")
+    with pytest.raises(ValueError, match=message):
+        evaluate(tasks=tasks, results=ResultStore(reuse=file), **pair, prompt_style="plain")
+
+
+def test_results_of_a_source_in_another_dtype_are_not_mixed_in(tmp_path):
+    pair, file = {**make_pair(), "arms": ARMS}, tmp_path / "results.jsonl"
+    assert evaluate(documents=make_documents(3), results=file, **pair)["dtype"] == "float32"
+    pair["source"].to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"dtype 'float32', but this run has 'float32, source bfloat16'"):
+        evaluate(documents=make_documents(3), results=file, **pair)
+
+
+def test_what_another_process_adds_meanwhile_is_not_cut_off(tmp_path, monkeypatch):
+    file = tmp_path / "results.jsonl"
+    ResultStore(file).add("squad", "native", [("a", {"nll": 1.0})])
+    read = ResultStore._read
+
+    def read_and_wait(self, path):
+        whole = read(self, path)
+        with open(path, "a") as other:
+            other.write(json.dumps({"part": "squad", "arm": "native", "id": "b", "nll": 2.0}) + "\n")
+        return whole
+
+    monkeypatch.setattr(ResultStore, "_read", read_and_wait)
+    ResultStore(file)
+    assert len(file.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"part": ["squad"], "settings": {}}', "3", "null"])
+def test_line_of_another_form_is_named(tmp_path, line):
+    (tmp_path / "notes.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"notes\.jsonl, line 1, is no result of an evaluation"):
+        ResultStore(tmp_path / "notes.jsonl")
+
+
+def test_what_is_overwritten_can_be_reused(pair, scored, tmp_path):
+    tasks, file = {"squad": make_examples(4)}, tmp_path / "results.jsonl"
+    whole = evaluate(tasks=tasks, results=file, **pair)
+    with pytest.raises(ValueError, match="`reuse` must name a file"):
+        ResultStore(file, overwrite=True, reuse=tmp_path / "absent.jsonl")
+    scored["done"].clear()
+    assert evaluate(tasks=tasks, results=ResultStore(file, overwrite=True, reuse=file), **pair) == whole
+    assert {arm for arm, row in scored["done"]} == {"translated", "wrong_document"}
+
+
+def test_results_of_another_version_of_context_nll_are_not_mixed_in(pair, tmp_path, monkeypatch):
+    file, documents = tmp_path / "results.jsonl", make_documents(3)
+    assert evaluate(documents=documents, results=file, **pair)["context_nll_version"] == context_nll.VERSION
+    monkeypatch.setattr(context_nll, "VERSION", "of tomorrow")
+    with pytest.raises(ValueError, match="results of context_nll with version"):
+        evaluate(documents=documents, results=file, **pair)

@@ -1,10 +1,11 @@
 import csv
 import gzip
 import json
+import re
 import sys
 
 import pytest
-from conftest import make_tokenizer
+from conftest import changed, make_tokenizer
 from evaluation_pair import make_examples, write_examples
 
 from hf_mot.evaluation import hub_tasks
@@ -398,3 +399,55 @@ def test_written_examples_are_read_again(tmp_path):
     examples = make_examples(3, closed=True)
     write_examples(tmp_path, "boolq", examples)
     assert load_examples(tmp_path, "boolq") == examples
+
+
+def test_what_is_cut_always_fits():
+    tokenizer = make_tokenizer()  # a byte is a token: four of them are one smiling face
+    for room, kept in enumerate([1, 2, 3, 4, 4, 4, 4, 5, 6, 7, 7, 7, 7, 8], 1):
+        assert cut_to_fit("aaaa🙂bb🙂", [(tokenizer, room)], truncate=True) == "aaaa🙂bb🙂"[:kept]
+    assert cut_to_fit("🙂", [(tokenizer, 3)], truncate=True) is None
+
+
+@pytest.mark.parametrize("key", ["id", "context", "question", "answers"])
+def test_half_a_character_is_named(tmp_path, key):
+    row = {"id": "a", "context": "c", "question": "q", "answers": ["x"], "choices": None, "task": "squad"}
+    row[key] = ["a \ud83d b"] if key == "answers" else "a \ud83d b"
+    (tmp_path / "squad").mkdir()
+    (tmp_path / "squad" / "dev.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=rf"line 1: {key!r} holds half a character"):
+        load_examples(tmp_path, "squad")
+
+
+def places(values, path=()):
+    """The path of each value in nested dicts and lists."""
+    pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in pairs:
+        yield [*path, key]
+        yield from places(value, (*path, key))
+
+
+@pytest.mark.parametrize("value", [None, 3, "x", [], {}, ...], ids=str)
+def test_original_files_of_another_form_are_named(tmp_path, value):
+    story = {"type": "test", "storyId": "./a/ab.story", "text": "The cat sat. Yes."}
+    questions = [{"q": "Who?", "consensus": {"s": 4, "e": 7}, "validatedAnswers": [{"s": 4, "e": 7}]}]
+    document = {"doc_text": "Open at nine.", "spans": {"1": {"start_sp": 0, "end_sp": 12}}}
+    turns = [{"turn_id": 1, "role": "user", "utterance": "When?", "references": []}]
+    turns.append({"turn_id": 2, "role": "agent", "utterance": "Nine.", "references": [{"sp_id": "1"}]})
+    files = {
+        "newsqa": {"combined-newsqa-data-v1.json": {"data": [{**story, "questions": questions}]}},
+        "doc2dial": {
+            "doc2dial_doc.json": {"doc_data": {"dmv": {"d1": document}}},
+            "doc2dial_dial_validation.json": {"dial_data": {"dmv": {"d1": [{"dial_id": "x", "turns": turns}]}}},
+        },
+    }
+    for task, own in files.items():
+        (tmp_path / task).mkdir()
+        for name, content in own.items():
+            for path in places(content):
+                for other, unchanged in own.items():
+                    (tmp_path / task / other).write_text(json.dumps(unchanged))
+                (tmp_path / task / name).write_text(json.dumps(changed(content, path, value)))
+                try:
+                    load_examples(tmp_path, task)  # some places may hold other things, or are not looked at
+                except ValueError as error:
+                    assert re.search(f"{name}|{task}", str(error)), (path, error)

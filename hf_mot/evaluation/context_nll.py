@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_mot.evaluation.arms import Batch, Models, continuation_nll, find_arm
-from hf_mot.evaluation.measure import digest, measure
+from hf_mot.evaluation.measure import digest, measure, own_settings
 from hf_mot.evaluation.metrics import METRICS, better_by, compare
 from hf_mot.evaluation.similarity import (
     SIMILARITIES,
@@ -19,6 +19,8 @@ from hf_mot.evaluation.store import ResultStore
 from hf_mot.evaluation.windows import CONTINUATION_TOKENS, Windows
 
 CONTEXT_NLL = "context_nll"
+# Changes with anything that changes a result, as a task's does.
+VERSION = "1"
 COSINES = ("keys", "values", "attention")
 
 
@@ -34,7 +36,8 @@ def measure_documents(
     """The report's part on documents, and the arms that crashed."""
     windows = found.windows
     right = torch.tensor([window.continuation_ids for window in windows])
-    store.open(CONTEXT_NLL, {**settings, "items": digest(windows)}, arms)
+    own = {"version": VERSION, "items": digest(windows)}
+    store.open(CONTEXT_NLL, {**settings, **own}, own_settings(models, arms))
 
     arms = sorted(arms, key=lambda arm: arm != "native")  # others are compared with it
     has_native = "native" in arms
@@ -73,9 +76,10 @@ def measure_documents(
         arm: torch.tensor([rows[window.id]["nll"] for window in windows], dtype=torch.float64)
         for arm, rows in results.items()
     }
-    skipped = {"too_short": found.too_short, "split_character": found.split_character}
+    skipped = {name: getattr(found, name) for name in ("too_short", "split_character", "too_long_for_source")}
     clusters = [window.document for window in windows]
     figures = {
+        "context_nll_version": VERSION,
         "context_length": settings["context_length"],
         "scored_tokens": CONTINUATION_TOKENS - 1,
         "n": len(windows),

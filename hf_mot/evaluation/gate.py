@@ -5,6 +5,8 @@ from typing import Any
 
 GATE_ARMS = ("native", "no_context", "translated", "wrong_document", "wrong_source", "no_source")
 CONTROLS = ("wrong_document", "wrong_source", "no_source")
+# Bootstrap intervals over fewer are far too narrow: of two documents, one in four says "clearly" by chance.
+MIN_DOCUMENTS = 10
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Gate:
 def judge(report: dict[str, Any], gate: Gate) -> dict[str, Any]:
     """
     The verdict on a report: over context-NLL, if it was measured, and over the answer NLL of each task that counts
-    (one where the interval of native - no_context excludes 0).
+    (one where the interval of native - no_context excludes 0). Fewer than 10 documents are no ground for one.
 
     Args:
         report (`dict`): What `evaluate` returned.
@@ -48,6 +50,10 @@ def judge(report: dict[str, Any], gate: Gate) -> dict[str, Any]:
     reasons = [] if measures else ["nothing was measured on which the context makes a clear difference"]
     for name, measure in measures.items():
         missing = report.get("missing", {}).get(name, {})
+        part = report if measure is report else report["tasks"][name]
+        documents = part.get("n_documents", part["n"])
+        if documents < MIN_DOCUMENTS:
+            reasons.append(f"{name}: {documents} documents are too few for a verdict, needs {MIN_DOCUMENTS}")
         for control in CONTROLS:
             figure = measure.get("better_by", {}).get(control)
             if figure is None:

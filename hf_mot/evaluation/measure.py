@@ -8,6 +8,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_mot.evaluation.arms import Batch, Models, find_arm
+from hf_mot.evaluation.describe import fingerprint
 from hf_mot.evaluation.store import ResultStore
 
 logger = logging.get_logger(__name__)
@@ -16,7 +17,8 @@ CRASHES = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, At
 
 
 class Item(Protocol):
-    """What is scored: a context with an id of its own and, in `group`, what it shares with others (a document)."""
+    """What is scored: a context with an id of its own and, in `group`, what it shares with others (a document). A
+    dataclass, so that its `repr` tells all of it."""
 
     id: str
     group: Any
@@ -81,8 +83,13 @@ def measure(
         `dict`: Why an arm has not all its results, by its name.
 
     Raises:
-        ValueError, RuntimeError, …: What the last arm crashed with, if none has gone through.
+        ValueError, RuntimeError, …: Without an arm; or what the last arm crashed with, if none has gone through.
     """
+    if not arms:
+        raise ValueError(
+            f"`arms` holds none that has a meaning for {part}. text_handoff and source_alone have one for questions "
+            "alone, native_wrong_document for documents alone. Add an arm."
+        )
     needs_other = [arm for arm in arms if find_arm(arm).wrong or arm == "wrong_source"]
     shift = partner_shift(items, ", ".join(needs_other)) if needs_other else 0
     failed: dict[str, str] = {}
@@ -110,7 +117,7 @@ def measure(
                 except CRASHES as error:
                     if set(arms) == {*failed, arm}:
                         raise
-                    failed[arm] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                    failed[arm] = describe_crash(error)
                     logger.warning(f"The arm {arm} of {part} crashed and is left out: {failed[arm]}")
                     continue
                 store.add(part, arm, [(items[row].id, result) for row, result in zip(rows, results, strict=True)])
@@ -118,14 +125,30 @@ def measure(
     return failed
 
 
+def describe_crash(error: Exception) -> str:
+    """An error as a line of a report."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def _batch(models: Models, items: Sequence[Item], rows: list[int], shift: int) -> Batch:
     others = [items[(row + shift) % len(items)] for row in rows] if shift else []
     return Batch(models, [items[row] for row in rows], others)
 
 
+def own_settings(models: Models, arms: Sequence[str]) -> dict[str, dict[str, str]]:
+    """By arm what its results depend on, and no other arm's."""
+    twin = {} if models.no_source is None else {"twin": fingerprint(models.no_source)}
+    asked = {"source_prompt": models.prompters["source"].style} if "source" in models.prompters else {}
+    found = {name: find_arm(name) for name in arms}
+    return {
+        name: (twin if arm.needs == "no_source" else {}) | (asked if arm.tasks_only else {})
+        for name, arm in found.items()
+    }
+
+
 def digest(items: Sequence[Item]) -> str:
-    """A short hash of the items and their order, by which results of others are told from theirs."""
+    """A short hash of all that is read, asked and scored, in its order, by which results of others are told apart."""
     found = hashlib.sha256()
     for item in items:
-        found.update(f"{item.id}\n{item.text}\n".encode())
+        found.update(f"{item!r}\n".encode())
     return found.hexdigest()[:16]

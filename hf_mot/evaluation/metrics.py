@@ -50,6 +50,11 @@ def bootstrap_means(
     return counts @ sums / (counts @ sizes)[:, None]
 
 
+def count_documents(values: torch.Tensor, clusters: Sequence[Hashable] | None = None) -> int:
+    """How many documents the rows are of. An interval over fewer than 2 says nothing."""
+    return len(values) if clusters is None else len(set(clusters))
+
+
 def interval(means: torch.Tensor) -> tuple[float, float]:
     """The ends of the percentile interval of resampled figures `(resamples,)`."""
     tail = (1 - LEVEL) / 2
@@ -100,7 +105,7 @@ def ratio_of_means(
         ValueError: With fewer than two documents, or where the denominator is not positive in each resample (the ratio
             would mean nothing there).
     """
-    documents = len(numerator) if clusters is None else len(set(clusters))
+    documents = count_documents(numerator, clusters)
     if documents < 2:
         raise ValueError(f"an interval over documents needs at least 2 of them, got {documents}")
     means = bootstrap_means(torch.stack([numerator, denominator], dim=1), resamples, seed, clusters)
@@ -155,8 +160,9 @@ def compare(
 def better_by(
     values: Mapping[str, torch.Tensor], seed: int, clusters: Sequence[Hashable] | None = None, sign: int = 1
 ) -> dict[str, Any]:
-    """By how much `translated` is better than each control, paired; `sign` -1 where less is better."""
-    if "translated" not in values:
+    """By how much `translated` is better than each control, paired; `sign` -1 where less is better. Of one document
+    that cannot be told."""
+    if "translated" not in values or count_documents(values["translated"], clusters) < 2:
         return {}
     found = {
         arm: mean_with_interval(sign * (values["translated"] - values[arm]), seed, clusters)

@@ -47,18 +47,20 @@ def read_newsqa(folder: Path, split: str = "test") -> Iterator[dict[str, Any]]:
 def _newsqa_json(folder: Path, split: str) -> Iterator[tuple[str, str, str, list[Span]]]:
     """Name, story, question and the spans of its answers, the consensus first; none if there is no consensus."""
     path = folder / NEWSQA_JSON
-    for number, story in enumerate(_need(_read(path), "data", path)):
+    for number, story in enumerate(_need(_read(path), "data", path, list)):
         where = f"{path}, story {number}"
         if _need(story, "type", where) != split:
             continue
-        text, name = _need(story, "text", where), Path(_need(story, "storyId", where)).stem
-        for index, question in enumerate(_need(story, "questions", where)):
+        text, name = _need(story, "text", where, str), Path(_need(story, "storyId", where, str)).stem
+        for index, question in enumerate(_need(story, "questions", where, list)):
             own = f"{where}, question {index}"
-            consensus = _need(question, "consensus", own)
+            consensus = _need(question, "consensus", own, dict)
             # Without a start it is a bad question, or one without an answer.
-            found = [consensus, *question.get("validatedAnswers", [])] if "s" in consensus else []
-            spans = [(span["s"], _need(span, "e", own)) for span in found if "s" in span]
-            yield f"{name}-{index}", text, _need(question, "q", own), spans
+            others = _need(question, "validatedAnswers", own, list) if "validatedAnswers" in question else []
+            found = [consensus, *others] if "s" in consensus else []
+            found = [span for span in found if not isinstance(span, dict) or "s" in span]
+            spans = [(_need(span, "s", own, int), _need(span, "e", own, int)) for span in found]
+            yield f"{name}-{index}", text, _need(question, "q", own, str), spans
 
 
 def _newsqa_csv(folder: Path, split: str) -> Iterator[tuple[str, str, str, list[Span]]]:
@@ -145,30 +147,32 @@ def read_doc2dial(folder: Path) -> Iterator[dict[str, Any]]:
     """
     documents_path, dialogues_path = (folder / name for name in DOC2DIAL_FILES)
     documents = _need(_read(documents_path), "doc_data", documents_path)
-    for domain, of_domain in _need(_read(dialogues_path), "dial_data", dialogues_path).items():
-        for doc_id, dialogues in of_domain.items():
+    of_all = _need(_read(dialogues_path), "dial_data", dialogues_path, dict)
+    for domain in of_all:
+        of_domain = _need(of_all, domain, dialogues_path, dict)
+        for doc_id in of_domain:
+            dialogues = _need(of_domain, doc_id, f"{dialogues_path}, {domain}", list)
             document = _need(_need(documents, domain, documents_path), doc_id, f"{documents_path}, {domain}")
             where = f"{documents_path}, {domain}, {doc_id}"
-            text, spans = _need(document, "doc_text", where), _need(document, "spans", where)
+            text, spans = _need(document, "doc_text", where, str), _need(document, "spans", where)
             for dialogue in dialogues:
                 where = f"{dialogues_path}, {domain}, {doc_id}"
                 yield from _turns(dialogue, text, spans, domain, where)
 
 
 def _turns(dialogue, text: str, spans, domain: str, where: str) -> Iterator[dict[str, Any]]:
-    dial_id, turns = _need(dialogue, "dial_id", where), _need(dialogue, "turns", where)
+    dial_id, turns = _need(dialogue, "dial_id", where), _need(dialogue, "turns", where, list)
     where = f"{where}, dialogue {dial_id}"
     said = []
     for turn, following in zip(turns, turns[1:], strict=False):
         said.append(f"{_need(turn, 'role', where)}: {_need(turn, 'utterance', where)}")
-        references = _need(following, "references", where)
-        if turn["role"] != "user" or following["role"] != "agent" or not references:
+        references = _need(following, "references", where, (list, type(None)))
+        if turn["role"] != "user" or _need(following, "role", where) != "agent" or not references:
             continue
-        grounds = [
-            _need(spans, _need(reference, "sp_id", where), f"{where}, the document's spans")
-            for reference in references
-        ]
-        answer = text[min(span["start_sp"] for span in grounds) : max(span["end_sp"] for span in grounds)].strip()
+        place = f"{where}, the document's spans"
+        grounds = [_need(spans, _need(reference, "sp_id", where, str), place) for reference in references]
+        starts, ends = ([_need(span, key, place, int) for span in grounds] for key in ("start_sp", "end_sp"))
+        answer = text[min(starts) : max(ends)].strip()
         if answer:
             yield {
                 "id": f"doc2dial/{domain}/{dial_id}_{_need(turn, 'turn_id', where)}",
@@ -189,7 +193,11 @@ def _read(path: Path) -> Any:
         raise ValueError(f"{path} is not JSON ({error}). Copy or build it again.") from error
 
 
-def _need(holder: Any, key: str, where: Any) -> Any:
+def _need(holder: Any, key: Any, where: Any, kind: type | tuple[type, ...] = object) -> Any:
     if not isinstance(holder, dict) or key not in holder:
         raise ValueError(f"{where}: the key {key!r} is missing, so this is not the published format.")
+    if not isinstance(holder[key], kind):
+        raise ValueError(
+            f"{where}: the key {key!r} holds a {type(holder[key]).__name__}, so this is not the published format."
+        )
     return holder[key]

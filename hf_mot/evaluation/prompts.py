@@ -146,7 +146,7 @@ def cut_to_fit(text: str, rooms: list[tuple[PreTrainedTokenizerBase, int]], trun
             if len(ids) > room:
                 if not truncate or room < 1:
                     return None
-                cut = cut[: spans[room - 1][1]]
+                cut = cut[: min(spans[room][0], len(cut) - 1)]  # whole characters that no further token is needed for
         if cut == text:  # shorter text may have other tokens at its end
-            return text
+            return text or None
         text = cut

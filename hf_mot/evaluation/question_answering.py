@@ -1,6 +1,7 @@
 """One task: its questions in both models' tokens, their scores in an arm, and the task's figures."""
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -8,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from hf_mot.evaluation.answers import greedy_answers, read_on, token_losses
-from hf_mot.evaluation.arms import Batch, Models, find_arm
+from hf_mot.evaluation.arms import SUMMARY_TOKENS, Batch, Models, find_arm
 from hf_mot.evaluation.measure import grouped
 from hf_mot.evaluation.metrics import better_by, compare, mean_with_interval
 from hf_mot.evaluation.prompts import Question, cut_to_fit
@@ -62,9 +63,14 @@ def prepare_questions(
         truncate (`bool`, *optional*, defaults to `False`): Cut contexts that are too long instead of skipping them.
 
     Raises:
-        ValueError: If no question fits.
+        ValueError: If there is no question, none fits, or two have one id.
     """
     order = list(examples)
+    if not order:
+        raise ValueError(f"The task {task.name} is empty. Give it at least one example.")
+    for name, count in Counter(example.id for example in order).items():
+        if count > 1:  # one would get the other's result
+            raise ValueError(f"{count} examples of {task.name} have the id {name!r}. Give each an id of its own.")
     random.Random(f"{seed}/{task.name}").shuffle(order)
     found, chosen = Questions(), []
     for example in order:
@@ -103,7 +109,10 @@ def _rooms(task: Task, example: Example, models: Models) -> list[tuple[Any, int]
         prompter = models.prompters.get(side)
         if prompter is not None:  # it answers, too
             question = prompter.question(task, example, "")
-            room -= len(question.prompt_ids) + max(task.max_new_tokens, *map(len, question.answer_ids))
+            needed = len(question.prompt_ids) + max(task.max_new_tokens, *map(len, question.answer_ids))
+            if side == "source":  # it may be asked for a summary
+                needed = max(needed, len(prompter.encode(prompter.summary_prompt())) + SUMMARY_TOKENS)
+            room -= needed
         rooms.append((tokenizer, room))
     return rooms
 
@@ -190,7 +199,8 @@ def task_figures(
         seed (`int`): Of the bootstrap.
 
     Returns:
-        `dict`: The mean of the metric by arm; `intervals`; `share_of_native`; `better_by`, by how much `translated` is
+        `dict`: The mean of the metric by arm; `n_documents`, where several questions are about one context; of two or
+        more documents `intervals`; `share_of_native`; `better_by`, by how much `translated` is
         better than a control, paired; `native_minus_no_context` and `counts`, whether its interval excludes 0;
         `answer_nll`, likewise, with `recovery`; `categories`, where there are several; `answers_longer_than_cut`, how
         many first answers are longer, in the target's tokens, than what is generated of one, if there are any.
@@ -208,13 +218,17 @@ def task_figures(
     figures |= {arm: column.mean().item() for arm, column in values.items()}
     if not task.closed:
         figures["em"] = {arm: column.mean().item() for arm, column in _columns(results, items, "em").items()}
-    intervals = {arm: mean_with_interval(column, seed, clusters) for arm, column in values.items()}
-    figures["intervals"] = {arm: {"low": own["low"], "high": own["high"]} for arm, own in intervals.items()}
+    documents = len(set(clusters))
+    if documents < len(items):
+        figures["n_documents"] = documents
+    if documents > 1:
+        intervals = {arm: mean_with_interval(column, seed, clusters) for arm, column in values.items()}
+        figures["intervals"] = {arm: {"low": own["low"], "high": own["high"]} for arm, own in intervals.items()}
     if "native" in values and values["native"].mean() > 0:
         figures["share_of_native"] = {
             arm: (column.mean() / values["native"].mean()).item() for arm, column in values.items() if arm != "native"
         }
-    if {"native", "no_context"} <= values.keys():
+    if documents > 1 and {"native", "no_context"} <= values.keys():
         difference = mean_with_interval(values["native"] - values["no_context"], seed, clusters)
         figures["native_minus_no_context"] = difference
         figures["counts"] = difference["low"] > 0 or difference["high"] < 0

@@ -11,7 +11,8 @@ from typing import Any
 from hf_mot.evaluation.arms import ARMS
 from hf_mot.evaluation.curve_report import CURVE_PLOT, curve_table, curve_words, plot_curve
 from hf_mot.evaluation.describe import format_form, format_interval, format_number
-from hf_mot.evaluation.runner import save_report
+from hf_mot.evaluation.gate import MIN_DOCUMENTS
+from hf_mot.evaluation.runner import save_report, write_whole
 
 PLOT = "recovery_against_cost.png"
 LOWEST = -0.5  # of the plot: what is far below no context need not be told apart
@@ -56,9 +57,9 @@ def write_report(report: dict[str, Any], folder: str | os.PathLike) -> Path:
         PLOT if plot_recovery(report, folder / PLOT) else None,
         CURVE_PLOT if plot_curve(report, folder / CURVE_PLOT) else None,
     )
-    (folder / "report.md").write_text(render_markdown(report, *plots), encoding="utf-8")
+    write_whole(render_markdown(report, *plots), folder / "report.md")
     page = folder / "report.html"
-    page.write_text(render_page(report, *(folder / plot if plot else None for plot in plots)), encoding="utf-8")
+    write_whole(render_page(report, *(folder / plot if plot else None for plot in plots)), page)
     return page
 
 
@@ -75,9 +76,7 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     tasks = report.get("tasks", {})
     closed = [name for name, task in tasks.items() if task["metric"] == "accuracy"]
     extractive = [name for name, task in tasks.items() if task["metric"] == "f1"]
-    measured = [
-        arm for arm in ARMS if arm in report.get("arms", {}) or any(arm in t["intervals"] for t in tasks.values())
-    ]
+    measured = [arm for arm in ARMS if arm in report.get("arms", {}) or any(arm in task for task in tasks.values())]
     columns: list[tuple[str, Any]] = []
     if "similarity" in report:
         columns += [
@@ -115,6 +114,9 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def plain_words(report: dict[str, Any]) -> list[str]:
     """What the figures say, good or bad, a sentence each."""
     said = []
+    documents = report.get("n_documents", report.get("n", MIN_DOCUMENTS))
+    if documents < MIN_DOCUMENTS:
+        said.append(f"{documents} documents are too few for anything to be clear.")
     if "recovery" in report:
         said.append(
             "Of what the context is worth to the target, the translation keeps "
@@ -127,7 +129,8 @@ def plain_words(report: dict[str, Any]) -> list[str]:
         said.append(f"Of what a twin without source leaves open, the source closes {format_interval(figure)}.{holds}")
     for control, figure in report.get("better_by", {}).items():
         if control != "no_context":
-            clear = "clearly better than" if figure["low"] > 0 else "NOT clearly better than"
+            sure = figure["low"] > 0 and documents >= MIN_DOCUMENTS
+            clear = "clearly better than" if sure else "NOT clearly better than"
             said.append(
                 f"On documents, the translation is {clear} {control.replace('_', ' ')}: by {figure['value']:.3f} nats "
                 f"a token [{figure['low']:.3f}, {figure['high']:.3f}]."
@@ -145,6 +148,7 @@ def plain_words(report: dict[str, Any]) -> list[str]:
             )
         if "counts" in task and not task["counts"]:
             said.append(f"{title} counts in no verdict: native and no context are not clearly apart there.")
+        said += [f"{title}: {note}" for note in task["answer_nll"].get("notes", [])]
     said += curve_words(report)
     if "cost" in report:
         cost = report["cost"]

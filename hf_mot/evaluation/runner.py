@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_mot.alignment_mot import tokenize_with_spans
 from hf_mot.data import iterate_documents
 from hf_mot.evaluation.arms import ARMS, Baseline, Models, find_arm
 from hf_mot.evaluation.context_nll import CONTEXT_NLL, measure_documents
@@ -18,7 +19,7 @@ from hf_mot.evaluation.cost import measure_cost
 from hf_mot.evaluation.curve import NEEDED_ARMS, check_plans, columns_of, curve_points, planned_arms
 from hf_mot.evaluation.describe import describe_pair, describe_translator, fingerprint, pair_fingerprint
 from hf_mot.evaluation.gate import GATE_ARMS, Gate, judge
-from hf_mot.evaluation.measure import digest, grouped, measure
+from hf_mot.evaluation.measure import CRASHES, describe_crash, digest, grouped, measure, own_settings
 from hf_mot.evaluation.overlap import RUN_WORDS, shared_runs
 from hf_mot.evaluation.prompts import Prompter
 from hf_mot.evaluation.question_answering import CLOSED_SETS, Scorer, prepare_questions, task_figures
@@ -166,6 +167,11 @@ def evaluate(
     tasks = dict(tasks or {})
     if documents is None and not tasks:
         raise ValueError("`documents` and `tasks` are both missing: there is nothing to measure on. Give one of them.")
+    if cost_context_length is not None and documents is None:
+        raise ValueError(
+            "`cost_context_length` needs documents to take so many tokens from. Give some, or leave it out: cost is "
+            "measured on the longest context of the first task then."
+        )
     if closed_sets not in CLOSED_SETS:
         raise ValueError(f"`closed_sets` must be one of {', '.join(CLOSED_SETS)}, got {closed_sets!r}.")
     arms = check_settings(
@@ -181,6 +187,12 @@ def evaluate(
         curve=curve,
     )
     replay = str(translator.plan(replay, context_length))
+    own = context_length - len(translator.config.target["prefix_ids"])
+    if documents is not None and ReplayPlan.parse(replay).tokens > own:
+        raise ValueError(
+            f"`replay` is {replay}, but a context of {context_length} target tokens has {own} besides its special "
+            "prefix. Choose fewer tokens, or a longer context."
+        )
     plans = [] if curve is None else check_plans(translator, curve, context_length, replay)
     check_models(arms, translator, no_source, source, target, baselines or {})
     prefix_ids = list(translator.config.target["prefix_ids"])
@@ -211,7 +223,7 @@ def evaluate(
         "pair": pair_fingerprint(translator),
         "translator": fingerprint(translator),
         "replay": replay,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": _dtype(source, target),
         "seed": seed,
     }
     report = {
@@ -227,8 +239,14 @@ def evaluate(
     missing: dict[str, dict[str, str]] = {}
     by_plan: dict[str, dict[str, dict[str, Any]]] = {}  # the figures of tasks, by task and plan
     cost_window = None
+    # What cannot be asked must not cost the measuring of what comes before it.
+    prepared = {
+        name: prepare_questions(TASKS[name], examples, models, limit=limit, seed=seed, truncate=truncate)
+        for name, examples in tasks.items()
+    }
     if documents is not None:
         documents = list(iterate_documents(documents))
+        most = None if source is None else translator.source_geometry.max_positions
         found = cut_windows(
             documents,
             target_tokenizer,
@@ -237,6 +255,7 @@ def evaluate(
             limit=limit,
             seed=seed,
             per_document=1 if context_length < LONG_CONTEXT else WINDOWS_OF_LONG_CONTEXT,
+            fits=lambda text: most is None or _source_tokens(models, text) <= most,
         )
         found.windows = grouped(found.windows)
         cost_window = found.windows[0]
@@ -249,22 +268,19 @@ def evaluate(
         )
         report |= figures
         missing |= {CONTEXT_NLL: failed} if failed else {}
-    for name, examples in tasks.items():
+    for name, questions in prepared.items():
         # Only what concerns the wrong document in general is of no use for questions.
         own_arms = [arm for arm in arms if arm != "native_wrong_document"]
-        questions = prepare_questions(TASKS[name], examples, models, limit=limit, seed=seed, truncate=truncate)
         tested[name] = {question.id: question.example.context for question in questions.items}
         cost_window = cost_window or _window(questions.items[0])
         figures, failed = _task(models, name, questions, own_arms, store, settings, closed_sets, batch_size, progress)
         report.setdefault("tasks", {})[name] = figures[replay]
         by_plan[name] = figures
         missing |= {name: failed} if failed else {}
-    if missing:
-        report["missing"] = missing
     if fit_corpus is not None:
         report["overlap"] = _overlap(tested, fit_corpus)
     if gate is not None:
-        report["gate"] = judge(report, gate)
+        report["gate"] = judge({**report, "missing": missing}, gate)
     length = len(cost_window.context_ids)
     native = ARMS["native"].flops(models, length)
     report["flops_ratios"] = {
@@ -273,12 +289,17 @@ def evaluate(
     costs: dict[str, dict[str, float]] = {}
     if cost:
         own = [plan for plan in plans if ReplayPlan.parse(plan).tokens <= length - len(prefix_ids)]
-        report["cost"] = measure_cost(models, cost_window, plans=own)
-        costs = report["cost"].pop("by_plan", {})
+        try:
+            report["cost"] = measure_cost(models, cost_window, plans=own)
+            costs = report["cost"].pop("by_plan", {})
+        except CRASHES as error:
+            missing["cost"] = {"translated": describe_crash(error)}
     if plans:
         length = report.get("context_length", length)
         shares = {plan: ReplayPlan.parse(plan).flops_share(translator.config, length) for plan in plans}
         report["curve"] = curve_points(report, shares, by_plan, costs)
+    if missing:
+        report["missing"] = missing
     report["versions"] = versions()
     return report
 
@@ -297,7 +318,7 @@ def _task(models, name, questions, arms, store, settings, closed_sets, batch_siz
         if plan and plan.tokens > shortest
     }
     arms = [arm for arm in arms if arm not in short]
-    store.open(name, {**settings, **own}, arms)
+    store.open(name, {**settings, **own}, own_settings(models, arms))
     scorer = Scorer(task, models, questions, closed_sets)
     failed = measure(name, questions.items, arms, models, scorer, store, batch_size=batch_size, progress=progress)
     results = {arm: store.results(name, arm) for arm in arms if arm not in failed}
@@ -349,6 +370,18 @@ def check_models(arms, translator, no_source, source, target, baselines) -> None
     for name, model in (("source", source), ("target", target), ("translator", translator), ("no_source", no_source)):
         if model is not None and model.training:
             raise ValueError(f"`{name}` is in training mode, where dropout blurs the figures. Call {name}.eval().")
+
+
+def _source_tokens(models: Models, text: str) -> int:
+    """Tokens of a context that the source reads."""
+    prefix_ids = models.translator.config.source["prefix_ids"]
+    return len(prefix_ids) + len(tokenize_with_spans(models.source_tokenizer, text)[0])
+
+
+def _dtype(source: PreTrainedModel | None, target: PreTrainedModel) -> str:
+    """The dtype of both models, or of each where they differ."""
+    own, other = (None if model is None else str(model.dtype).removeprefix("torch.") for model in (target, source))
+    return own if other in (None, own) else f"{own}, source {other}"
 
 
 def _window(question) -> Window:

@@ -35,36 +35,44 @@ class ResultStore:
         self.path = None if path is None else Path(path)
         self._settings: dict[str, dict[str, Any]] = {}
         self._results: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
-        if self.path is not None and overwrite:
-            self.path.unlink(missing_ok=True)
-        if self.path is not None and self.path.exists():
-            whole = self._read(self.path)
-            os.truncate(self.path, whole)
         self._reused = None
-        if reuse is not None:
+        if reuse is not None:  # first, since it may be the file that is overwritten
             if not os.path.isfile(reuse):
                 raise ValueError(f"`reuse` must name a file of results, examples.jsonl of a report, got {reuse}.")
             self._reused = ResultStore()
             self._reused.path = Path(reuse)
             self._reused._read(self._reused.path)
+        if self.path is not None and overwrite:
+            self.path.unlink(missing_ok=True)
+        if self.path is not None and self.path.exists():
+            whole, half = self._read(self.path)
+            if half:  # else nothing is cut, in case that another process has added something by now
+                os.truncate(self.path, whole)
 
-    def open(self, part: str, settings: Mapping[str, Any], arms: Iterable[str] = ()) -> None:
+    def open(
+        self, part: str, settings: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
         """
-        Starts a part, or goes on with it. Of `arms` it takes what can be reused.
+        Starts a part, or goes on with it. Of `arms` it takes what can be reused; each may have settings that no other
+        arm depends on.
 
         Raises:
             ValueError: If the file's results, or those to reuse, were made with other settings, e.g. another version
                 of the task.
         """
-        if part not in self._settings:
-            self._settings[part] = dict(settings)
-            self._write([{"part": part, "settings": dict(settings)}])
-        self._check(part, settings, ())
+        arms = arms or {}
+        for name, own in {part: settings, **{f"{part}/{arm}": own for arm, own in arms.items() if own}}.items():
+            if name not in self._settings:
+                self._settings[name] = dict(own)
+                self._write([{"part": name, "settings": dict(own)}])
+            self._check(name, own, ())
         if self._reused is None or part not in self._reused._settings:
             return
         self._reused._check(part, settings, OF_TRANSLATOR)
-        for arm in arms:
+        for arm, own in arms.items():
             if arm in SHARED_ARMS:
+                if f"{part}/{arm}" in self._reused._settings:
+                    self._reused._check(f"{part}/{arm}", own, ())
                 known = self.results(part, arm)
                 rows = self._reused.results(part, arm).items()
                 self.add(part, arm, [(name, result) for name, result in rows if name not in known])
@@ -94,13 +102,13 @@ class ResultStore:
         with open(self.path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
 
-    def _read(self, path: Path) -> int:
-        """Bytes up to the end of the last whole line: a killed run may leave half of one."""
+    def _read(self, path: Path) -> tuple[int, bool]:
+        """Bytes up to the end of the last whole line, and whether a killed run has left half of one after it."""
         whole = 0
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
-                    break
+                    return whole, True
                 try:
                     row = json.loads(line)
                     part = row.pop("part")
@@ -108,9 +116,9 @@ class ResultStore:
                         self._settings[part] = row["settings"]
                     else:
                         self._results.setdefault(part, {}).setdefault(row.pop("arm"), {})[row.pop("id")] = row
-                except (ValueError, KeyError, AttributeError) as error:
+                except (ValueError, KeyError, AttributeError, TypeError) as error:
                     raise ValueError(
                         f"{path}, line {number}, is no result of an evaluation. Choose another file, or overwrite it."
                     ) from error
                 whole += len(line)
-        return whole
+        return whole, False

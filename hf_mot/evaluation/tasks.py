@@ -3,6 +3,7 @@
 import difflib
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from hf_mot.evaluation.original_formats import read_doc2dial, read_newsqa
 
 _KEYS = ("id", "context", "question", "answers", "choices", "task")
 _GZIP_MAGIC = b"\x1f\x8b"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -204,4 +206,7 @@ def _check(row: Any, task: Task, where: str) -> Example:
             raise ValueError(f"{where}: {key!r} must be a list of texts that are not empty, got {value!r}.")
     if task.closed and (len(answers) != 1 or answers[0] not in choices):
         raise ValueError(f"{where}: 'answers' must be one of 'choices' {choices!r}, got {answers!r}.")
+    for key in ("id", "context", "question", "answers", "choices"):
+        if _SURROGATE.search("".join(row[key] or ())):
+            raise ValueError(f"{where}: {key!r} holds half a character (a lone surrogate), which no tokenizer reads.")
     return Example(row["id"], row["context"], row["question"], tuple(answers), tuple(choices) if task.closed else None)

@@ -1,7 +1,7 @@
 """Windows of context-NLL: what is read from a document, and what is scored after it."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -48,6 +48,7 @@ class Windows:
     windows: list[Window] = field(default_factory=list)
     too_short: int = 0
     split_character: int = 0
+    too_long_for_source: int = 0
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -84,12 +85,14 @@ def cut_windows(
     limit: int | None = None,
     seed: int = 0,
     per_document: int = 1,
+    fits: Callable[[str], bool] = bool,
 ) -> Windows:
     """
     One window at the start of each document, or several disjoint ones in a row, in an order drawn from `seed`.
 
     Each document is tokenised once, as a whole, so that the continuation is what really follows the context. Documents
-    that are too short are counted and skipped, and so are the rare ones whose context would end within a character.
+    that are too short are counted and skipped, and so are those whose context is more than the source can read, and
+    the rare ones whose context would end within a character.
 
     Args:
         documents (`Iterable[str]`): The documents.
@@ -100,6 +103,7 @@ def cut_windows(
         seed (`int`, *optional*, defaults to 0): Seed of the order.
         per_document (`int`, *optional*, defaults to 1): Windows of a document, at most; each document gives its first
             before any gives its second.
+        fits (`Callable`, *optional*): Whether the source has positions for a context's text.
 
     Returns:
         `Windows`: The windows; the counts cover the documents looked at before `limit` was reached.
@@ -127,10 +131,14 @@ def cut_windows(
             if text is None:
                 result.split_character += 1
                 continue
+            if not fits(text):
+                result.too_long_for_source += 1
+                continue
             result.windows.append(Window(index, text, [*prefix_ids, *ids[:own]], ids[own:stride], number))
     if not result.windows:
         raise ValueError(
             f"`documents` holds no document of {context_length} + {CONTINUATION_TOKENS} target tokens: "
-            f"{result.too_short} of {len(documents)} are shorter. Give longer documents or a smaller `context_length`."
+            f"{result.too_short} of {len(documents)} are shorter, and the source has too few positions for "
+            f"{result.too_long_for_source}. Give longer documents or a smaller `context_length`."
         )
     return result

@@ -133,9 +133,10 @@ def _figures(evaluation: dict[str, Any]) -> list[str]:
     if "arms" not in evaluation:
         return []
     corpus = [entry["name"] for entry in evaluation.get("corpus", [])]
-    facts = [
-        f"{evaluation['n']} documents that it was not fitted on{' from ' if corpus else ''}{' and '.join(corpus)}"
-    ]
+    counted = f"{evaluation['n']} documents"
+    if "n_documents" in evaluation:
+        counted = f"{evaluation['n']} windows of {evaluation['n_documents']} documents"
+    facts = [f"{counted} that it was not fitted on{' from ' if corpus else ''}{' and '.join(corpus)}"]
     facts += [f"{evaluation['context_length']} tokens of context"] if "context_length" in evaluation else []
     facts += [f"replay plan `{evaluation['replay']}`", f"seed {evaluation['seed']}"]
     facts += [evaluation["dtype"]] if "dtype" in evaluation else []
