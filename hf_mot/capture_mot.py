@@ -138,6 +138,21 @@ def source_states(
     return torch.cat([part.to(states[0].device) for part in states], dim=-1)
 
 
+def split_layers(
+    states: torch.Tensor, geometry: ModelGeometry, layers: Sequence[int]
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """States `[batch, seq, width]` as [`source_states`] puts them side by side, as keys and values of each layer."""
+    shapes = [
+        (geometry.layers[layer_idx].kv_heads, dim)
+        for layer_idx in layers
+        for dim in (geometry.layers[layer_idx].key_dim, geometry.layers[layer_idx].value_dim)
+    ]
+    pieces = states.split([heads * dim for heads, dim in shapes], dim=-1)
+    # [batch, kv_heads, seq, head_dim]
+    shaped = [piece.unflatten(-1, shape).transpose(1, 2) for piece, shape in zip(pieces, shapes, strict=True)]
+    return tuple(shaped[0::2]), tuple(shaped[1::2])
+
+
 def read_cache(
     cache: Cache,
     input_ids: torch.Tensor,

@@ -20,6 +20,7 @@ ORDER = (
     "capture_mot",
     "alignment_mot",
     "channels_mot",
+    "inputs_mot",
     "translators_mot",
     "cache_mot",
     "replay_mot",

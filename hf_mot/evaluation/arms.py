@@ -10,12 +10,13 @@ import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_mot.cache_mot import TranslatedCache
-from hf_mot.capture_mot import positions_from_mask, prefill, source_states
+from hf_mot.capture_mot import prefill, source_states
 from hf_mot.compat_mot import cache_argument
 from hf_mot.evaluation.answers import cross_entropy, greedy_answers, read_on, wrap
 from hf_mot.evaluation.prompts import Prompter
-from hf_mot.modeling_mot import TranslationInputs, left_pad
+from hf_mot.inputs_mot import TranslationInputs
 from hf_mot.replay_mot import ReplayPlan, native_flops
+from hf_mot.rows_mot import left_pad, positions_from_mask
 
 SUMMARY_TOKENS = 64
 

@@ -9,10 +9,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
-from hf_mot.capture_mot import prefill, source_states
-from hf_mot.data.states import split_layers, translation_inputs
+from hf_mot.capture_mot import prefill, source_states, split_layers
+from hf_mot.data.states import translation_inputs
 from hf_mot.evaluation.answers import wrap
-from hf_mot.modeling_mot import MoTModel, MoTOutput, TranslationInputs, check_length
+from hf_mot.inputs_mot import TranslationInputs, check_length
+from hf_mot.modeling_mot import MoTModel, MoTOutput
 from hf_mot.replay_mot import ReplayPlan
 from hf_mot.rows_mot import positions_from_mask
 
