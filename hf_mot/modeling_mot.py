@@ -14,16 +14,19 @@ from transformers.utils import ModelOutput
 
 from .alignment_mot import Alignment, align, tokenize_with_spans
 from .cache_mot import TranslatedCache
-from .capture_mot import prefill, read_cache
+from .capture_mot import PrefilledCache, prefill, read_cache
 from .channels_mot import channels
+from .compat_mot import layer_windows
 from .configuration_mot import MoTConfig
 from .contract_mot import check_contract, check_model, check_tokenizer, describe_model
 from .generation_mot import attach
 from .geometry_mot import ModelGeometry
+from .guidance_mot import Guidance, Guide, carried_over
 from .pretrained_mot import MoTPreTrainedModel
-from .replay_mot import ReplayPlan
+from .replay_mot import ReplayPlan, guiding_layers
 from .replay_run_mot import replay
 from .rows_mot import check_rows, left_pad, unpad
+from .sparse_mot import sparse_way
 from .translators_mot import build_translator, embedding_window
 from .translators_norm_mot import KeyNorm
 
@@ -52,12 +55,15 @@ class TranslationInputs:
         source_states (`torch.Tensor` or `None`): `[batch, target_seq, source width]`.
         embeddings (`torch.Tensor` or `None`): `[batch, target_seq, embedding_window * dim]`.
         target_ids, target_mask (`torch.Tensor`): The target's rows `[batch, target_seq]`, left-padded, prefix first.
+        guidance (`dict[int, torch.Tensor]`, *optional*): By target layer, where the source looked, in the target's
+            slots, `[batch, target_seq, size]`, for plan sparse.
     """
 
     source_states: torch.Tensor | None
     embeddings: torch.Tensor | None
     target_ids: torch.Tensor
     target_mask: torch.Tensor
+    guidance: dict[int, torch.Tensor] | None = None
 
 
 class MoTModel(MoTPreTrainedModel):
@@ -119,6 +125,11 @@ class MoTModel(MoTPreTrainedModel):
         `ValueError` for an unknown one, or one that this translator gives too few layers for."""
         plan = ReplayPlan.parse(self.config.replay if replay is None else replay)
         layers = self.injected_layers(plan)
+        if plan.sparse and not self.config.source_layers:
+            raise ValueError(
+                f"`replay` {plan} looks where the source has looked, but this translator reads no source. Pass "
+                f"replay='{plan.unguided}'."
+            )
         if plan.kind == "none" or len(layers) == len(self.target_geometry.layers):
             return plan
         return replace(plan, window=(layers[0], layers[-1]))
@@ -225,6 +236,7 @@ class MoTModel(MoTPreTrainedModel):
         target_attention_mask: torch.Tensor | None = None,
         text: str | Sequence[str] | None = None,
         replay: str | ReplayPlan | None = None,
+        guidance: Guidance | None = None,
         allow_variant: bool = False,
     ) -> TranslatedCache:
         """
@@ -244,8 +256,11 @@ class MoTModel(MoTPreTrainedModel):
             target_attention_mask (`torch.Tensor`, *optional*): Mask of left-padded `target_input_ids`.
             text (`str` or list of `str`, *optional*): The context's text; by default the decoded source ids.
             replay (`str` or [`ReplayPlan`], *optional*): What the target computes itself: `"none"`, `"full"`,
+                `"sparse:128"` (as `"full"`, but that it looks where the source has looked most),
                 `"bottom:6"` (its first layers), `"tokens:32"` (the last tokens), `"bottom:6+tokens:32"`; by default
                 what the translator was made for, `config.replay`.
+            guidance ([`Guidance`], *optional*): Where the source has looked, as [`guide`] tells, for `"sparse:128"`: a
+                ready cache does not tell. By default what came with a cache of [`read_source`].
             allow_variant (`bool`, *optional*, defaults to `False`): Accepts a source or target that is the
                 translator's with another PEFT adapter or quantization.
 
@@ -255,7 +270,7 @@ class MoTModel(MoTPreTrainedModel):
         Raises:
             `ValueError`: a model, tokenizer or cache that is not the pair's, a cache that lost keys or holds NaN or
                 mixed dtypes, an empty context, more context than the target's positions, an unknown plan or one that
-                asks for more layers or tokens than there are.
+                asks for more layers or tokens than there are, plan sparse without guidance.
         """
         plan = self.plan(replay)
         inputs = self.prepare(
@@ -268,6 +283,7 @@ class MoTModel(MoTPreTrainedModel):
             target_input_ids=target_input_ids,
             target_attention_mask=target_attention_mask,
             text=text,
+            guidance=guidance,
             allow_variant=allow_variant,
         )
         cache = self.assemble(self.run(inputs, plan), inputs, target, plan)
@@ -294,7 +310,9 @@ class MoTModel(MoTPreTrainedModel):
         """
         plan = self.plan(replay)
         texts = [text] if isinstance(text, str) else list(text)
-        cache, source_ids, source_mask = self.read_source(texts, source, source_tokenizer, allow_variant)
+        if plan.sparse:
+            sparse_way(target)
+        cache, source_ids, source_mask = self.read_source(texts, source, source_tokenizer, allow_variant, plan=plan)
         return self.translate(
             cache,
             source_ids,
@@ -308,9 +326,10 @@ class MoTModel(MoTPreTrainedModel):
             **kwargs,
         )
 
-    def read_source(self, texts, source, source_tokenizer, allow_variant=False, layers=None):
+    def read_source(self, texts, source, source_tokenizer, allow_variant=False, layers=None, plan=None):
         """The source's own prefill of `texts`: (cache, ids, mask), left-padded, its prefix first; all `None` for a
-        translator that reads no source. `layers`: those to keep, by default the ones that are read."""
+        translator that reads no source. `layers`: those to keep, by default the ones that are read. `plan`:
+        what the cache's `guidance` is recorded for, if it needs one."""
         if not self.config.source_layers:
             return None, None, None
         if source is None:
@@ -324,7 +343,47 @@ class MoTModel(MoTPreTrainedModel):
         source_ids, source_mask = left_pad(ids)
         check_length("source", source_ids.shape[1], self.source_geometry)
         layers = self.config.source_layers if layers is None else layers
-        return prefill(source, source_ids, source_mask, layers), source_ids, source_mask
+        guide = self.source_guide(source, plan)
+        return prefill(source, source_ids, source_mask, layers, guide), source_ids, source_mask
+
+    def source_guide(self, source: PreTrainedModel, plan: ReplayPlan | None) -> Guide | None:
+        """What a plan has to know of where the source looks."""
+        if plan is None or not plan.sparse:
+            return None
+        windows = layer_windows(source.config.get_text_config())[: len(self.source_geometry.layers)]
+        depth = len(self.target_geometry.layers)
+        return plan.guide(windows, self.target_geometry.windows or [None] * depth)
+
+    def guide(
+        self,
+        source: PreTrainedModel,
+        source_input_ids: torch.Tensor,
+        source_attention_mask: torch.Tensor | None = None,
+        replay: str | ReplayPlan | None = None,
+    ) -> Guidance:
+        """
+        Where the source looks, which a ready cache does not tell and plan sparse needs. Runs the source over the
+        context as far up as that takes; [`handoff`] finds it in passing.
+
+        Args:
+            source (`PreTrainedModel`): The source model.
+            source_input_ids (`torch.Tensor`): The ids of the cache that is to be translated, `[batch, seq]`.
+            source_attention_mask (`torch.Tensor`, *optional*): 0 on the pads of padded rows.
+            replay (`str` or [`ReplayPlan`], *optional*): The plan, `"sparse:128"` for one.
+
+        Returns:
+            [`Guidance`], for `translate(..., guidance=…, replay=…)`.
+
+        Raises:
+            `ValueError`: a plan that is not sparse, or a source that is not the translator's or shows no attention.
+        """
+        plan = self.plan(replay)
+        if not plan.sparse:
+            raise ValueError(f"`replay` must be sparse, like sparse:128, to need guidance, got {plan}.")
+        check_rows(source_input_ids, source_attention_mask, "source_input_ids", "source_attention_mask")
+        check_model(self.config.source, source, "source", allow_variant=True)
+        guide = self.source_guide(source, plan)
+        return prefill(source, source_input_ids, source_attention_mask, (), guide).guidance
 
     def prepare(
         self,
@@ -338,6 +397,7 @@ class MoTModel(MoTPreTrainedModel):
         target_input_ids=None,
         target_attention_mask=None,
         text=None,
+        guidance=None,
         allow_variant=False,
     ) -> TranslationInputs:
         """Checks the pair, aligns both tokenizations and gathers what the translator reads. Arguments as in
@@ -346,6 +406,8 @@ class MoTModel(MoTPreTrainedModel):
         check_tokenizer(self.config.target, target_tokenizer, "target_tokenizer")
         texts = [text] if isinstance(text, str) else text
         source_states = source_mask = None
+        if guidance is None and isinstance(source_cache, PrefilledCache):
+            guidance = source_cache.guidance
         if self.config.source_layers:
             check_tokenizer(self.config.source, source_tokenizer, "source_tokenizer")
             if source_cache is None or source_input_ids is None:
@@ -372,12 +434,33 @@ class MoTModel(MoTPreTrainedModel):
                 [[slot] * len(prefix) + row.source_index for slot, row in zip(first, aligned, strict=True)]
             )
             index = source_index.to(source_states.device)[..., None].expand(-1, -1, source_states.shape[-1])
+            if guidance is not None:
+                guidance = self._guide_target(guidance, source_mask, source_index.masked_fill(target_mask == 0, -1))
             source_states = self._to_own(source_states.gather(1, index))  # [batch, target_seq, width]
-        return TranslationInputs(source_states, self._embed(target, target_ids, target_mask), target_ids, target_mask)
+        embeddings = self._embed(target, target_ids, target_mask)
+        return TranslationInputs(source_states, embeddings, target_ids, target_mask, guidance)
+
+    def _guide_target(self, guidance: Guidance, source_mask, source_index) -> dict[int, torch.Tensor]:
+        """By target layer, where the source looked, in the target's slots. `source_index`: `[batch, target_seq]`."""
+        for positions in guidance.positions.values():
+            if len(positions) != len(source_mask) or positions.shape[1] < source_mask.shape[1]:
+                raise ValueError(
+                    f"`guidance` is of {len(positions)} rows of {positions.shape[1]} source tokens, but `source_cache` is "
+                    f"of {len(source_mask)} of {source_mask.shape[1]}. Pass what guide(…) tells of the same ids."
+                )
+        carried = {
+            layer_idx: carried_over(positions, source_index, guidance.size)
+            for layer_idx, positions in guidance.positions.items()
+        }
+        if not carried:
+            return {}
+        depths = (len(self.source_geometry.layers), len(self.target_geometry.layers))
+        return {idx: carried[guide] for idx, guide in enumerate(guiding_layers(list(carried), *depths))}
 
     def run(self, inputs: TranslationInputs, plan: ReplayPlan) -> MoTOutput:
         """Translates what the plan does not leave to the target. Raises `ValueError` for a row that it is too short
-        for."""
+        for, and as [`ReplayPlan.check_guidance`]."""
+        plan.check_guidance(inputs.guidance, inputs.target_mask.shape[1])
         plan.translated_tokens(inputs.target_mask, len(self.config.target["prefix_ids"]))
         end = plan.tokens_read(self.config, inputs.target_mask.shape[1])
         if end == 0 or not self.injected_layers(plan):
@@ -492,6 +575,7 @@ class MoTModel(MoTPreTrainedModel):
             position_free=self.config.position_free,
             target_ids=inputs.target_ids,
             target_mask=inputs.target_mask,
+            guidance=inputs.guidance,
         )
         attach(target)
         return cache

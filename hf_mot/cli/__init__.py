@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PLANS = "none, full, full:6-11, bottom:6, tokens:32 or bottom:6+tokens:32"
+PLANS = "none, full, full:6-11, sparse:128, bottom:6, tokens:32 or bottom:6+tokens:32"
 
 
 def named_model(args: argparse.Namespace, translator: Any, side: str) -> tuple[str, dict[str, str]]:

@@ -78,8 +78,9 @@ class Models:
         return sorted({layer_idx for reader in readers for layer_idx in reader.source_layers})
 
     def assemble(self, translator: PreTrainedModel, output: Any, inputs: TranslationInputs) -> TranslatedCache:
-        """The target's cache of translated states, by the replay plan."""
-        return translator.assemble(output, inputs, self.target, ReplayPlan.parse(self.replay))
+        """The target's cache of translated states, by the plan; without guidance, the target looks everywhere."""
+        plan = ReplayPlan.parse(self.replay)
+        return translator.assemble(output, inputs, self.target, plan if inputs.guidance else plan.unguided)
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,9 @@ class Batch:
     def source_reading(self) -> tuple[Cache | None, torch.Tensor | None, torch.Tensor | None]:
         """The source's prefill, as translators and baselines read it: its cache, ids and mask."""
         models = self.models
+        plan = ReplayPlan.parse(models.replay)
         return models.translator.read_source(
-            self.texts, models.source, models.source_tokenizer, layers=models.source_layers
+            self.texts, models.source, models.source_tokenizer, layers=models.source_layers, plan=plan
         )
 
     @cached_property
@@ -136,8 +138,10 @@ class Batch:
         return wrap(prefill(models.source, ids, mask), mask, models.translator.source_geometry.sliding)
 
     def translate(self, translator, source_cache=None, source_ids=None, source_mask=None) -> TranslatedCache:
-        arguments = self._arguments(source_mask)
-        return translator.translate(source_cache, source_ids, replay=self.models.replay, **arguments)
+        """By the replay plan; without a source to guide it, the target looks everywhere."""
+        plan = ReplayPlan.parse(self.models.replay)
+        plan = plan.unguided if source_cache is None else plan
+        return translator.translate(source_cache, source_ids, replay=plan, **self._arguments(source_mask))
 
     def inputs(self, translator) -> TranslationInputs:
         """What a translator reads of the contexts."""
@@ -217,7 +221,7 @@ def identity(batch: Batch) -> TranslatedCache:
         target_input_ids=ids,
         target_attention_mask=mask,
         text=batch.texts,
-        replay=batch.models.replay,
+        replay=ReplayPlan.parse(batch.models.replay).unguided,
     )
 
 

@@ -1,0 +1,183 @@
+"""Guidance (paper C.4): where a model looks while it reads, for another one to look there too.
+
+Of its attention, averaged over heads, the positions of the largest shares are kept, block by block of the tokens that
+look: memory grows with the context, not with its square. Shapes: queries and keys are `[batch, heads, seq, head_dim]`,
+positions `[batch, seq, size]`: slots of the rows, pads counted.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from .attention_mot import attention_scores, attention_weights, intercepted_attention, missed_layers
+from .compat_mot import layer_windows
+
+BLOCK = 64  # tokens that look at a time: their scores stay in a CPU's cache
+MAX_SCORES = 2**24  # of a block, on all heads and rows
+
+_MISSED: WeakKeyDictionary[PreTrainedModel, list[int]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Guide:
+    """
+    What is to be kept of a model's attention.
+
+    Args:
+        layers (`tuple[int, ...]`): The layers to listen to.
+        size (`int`): Positions per token and layer (the paper's S).
+    """
+
+    layers: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """
+    Where a model has looked.
+
+    Args:
+        size (`int`): Positions per token that were asked for.
+        positions (`Mapping[int, torch.Tensor]`): By layer, `[batch, seq, min(size, seq)]` (`int32`): for each token
+            itself, then its row's first one (where it may look at that: attention sinks stand there), then the others
+            that it has looked at, most first; -1 where it could not look at so many.
+    """
+
+    size: int
+    positions: Mapping[int, torch.Tensor]
+
+
+@contextmanager
+def recorded_guidance(
+    model: PreTrainedModel, guide: Guide | None, attention_mask: torch.Tensor | None = None
+) -> Iterator[Guidance | None]:
+    """
+    Listens while the model reads contexts, from their first tokens on. `attention_mask` `[batch, seq]` is 0 on their
+    pads. Without a guide nothing is done.
+
+    Raises:
+        `ValueError`: a family that does not show its attention.
+    """
+    if guide is None:
+        yield None
+        return
+    check_guide(model)
+    windows, positions = layer_windows(model.config.get_text_config()), {}
+
+    def record(layer_idx, attend, query, key, value, mask, **options):
+        if layer_idx in guide.layers:
+            positions[layer_idx] = most_attended(
+                query.detach(),
+                key.detach(),
+                guide.size,
+                attention_mask,
+                windows[layer_idx],
+                **{name: options.get(name) for name in ("scaling", "softcap", "s_aux")},
+            )
+        return attend(query, key, value, mask, **options)
+
+    with intercepted_attention(model, record):
+        yield Guidance(guide.size, positions)
+
+
+def check_guide(model: PreTrainedModel) -> None:
+    """Raises `ValueError` for a model that does not show its attention."""
+    if model not in _MISSED:
+        _MISSED[model] = missed_layers(model)
+    if _MISSED[model]:
+        raise ValueError(
+            f"{type(model).__name__} computes the attention of its layers {_MISSED[model]} outside of transformers' "
+            "attention functions, so it does not show where it looks, and cannot guide replay='sparse:…'. Pass "
+            "replay='full'."
+        )
+
+
+@torch.no_grad()
+def most_attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    size: int,
+    attention_mask: torch.Tensor | None = None,
+    window: int | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    The positions that attention falls on most, as in [`Guidance`].
+
+    Args:
+        query, key (`torch.Tensor`): Of the same tokens, positions on.
+        size (`int`): Positions per token.
+        attention_mask (`torch.Tensor`, *optional*): `[batch, seq]`, 0 on pads.
+        window (`int`, *optional*): How many tokens the layer's sliding window holds.
+        scaling, softcap, s_aux (*optional*): How scores are made, as transformers' attention functions get them.
+
+    Returns:
+        `torch.Tensor`: `[batch, seq, min(size, seq)]` (`int32`).
+    """
+    batch, heads, length, _ = query.shape
+    real = torch.ones(batch, length) if attention_mask is None else attention_mask
+    real = real.bool().to(query.device)
+    first = real.long().argmax(dim=1)[:, None, None]
+    slots = torch.arange(length, device=query.device)
+    found = torch.full((batch, length, min(size, length)), -1, dtype=torch.int32, device=query.device)
+    key, block = key.float(), max(1, min(BLOCK, MAX_SCORES // (batch * heads * length)))
+    for start in range(0, length, block):
+        end = min(start + block, length)
+        own, before = slots[start:end, None], slots[:end]
+        allowed = (before <= own) & real[:, None, :end]  # [batch, block, end]
+        if window is not None:
+            allowed &= own - before < window
+        scores = attention_scores(query[:, :, start:end].float(), key[:, :, :end], scaling, softcap)
+        scores = scores.masked_fill_(~allowed[:, None], torch.finfo(scores.dtype).min)
+        share = attention_weights(scores, s_aux).mean(dim=1).masked_fill_(~allowed, -1)  # [batch, block, end]
+        share.masked_fill_(allowed & (before == first), 2).masked_fill_(before == own, 3)
+        shares, places = share.topk(min(size, end), dim=-1)
+        found[:, start:end, : places.shape[-1]] = places.masked_fill(shares < 0, -1)
+    return found
+
+
+def carried_over(positions: torch.Tensor, aligned: torch.Tensor, size: int) -> torch.Tensor:
+    """
+    Positions among the tokens of one tokenizer, as positions among those of another. A token looks where the one does
+    that it is aligned to; what that looks at stands for the tokens aligned to it, or else for the next one, of which
+    it is a part.
+
+    Args:
+        positions (`torch.Tensor`): `[batch, seq, size]`, as in [`Guidance`].
+        aligned (`torch.Tensor`): `[batch, new_seq]`, for each new token the slot of the one that it is aligned to,
+            rising; -1 on left pads.
+        size (`int`): Positions per token that are kept at most, the most looked at first.
+
+    Returns:
+        `torch.Tensor`: `[batch, new_seq, min(size, new_seq)]` (`int32`). Where there are fewer (and on pads), a token
+        stands there itself.
+    """
+    aligned = aligned.to(positions.device).contiguous()
+    (batch, length), before = aligned.shape, positions.shape[1]
+    slots = torch.arange(before, device=aligned.device).expand(batch, -1).contiguous()
+    start = torch.searchsorted(aligned, slots)  # the first new token of each old one, [batch, seq]
+    end = torch.maximum(torch.searchsorted(aligned, slots, right=True), (start + 1).clamp(max=length))
+    own = torch.arange(length, device=aligned.device)[:, None]  # [new_seq, 1]
+    rows = torch.arange(batch, device=aligned.device)[:, None]
+    real, aligned = (aligned >= 0)[..., None], aligned.clamp(min=0)
+    seen = positions[rows, aligned].long()  # [batch, new_seq, size]
+    rows, valid, seen = rows[..., None], seen >= 0, seen.clamp(min=0)
+    first, count = start[rows, seen], (end - start)[rows, seen] * valid
+    # What a token is aligned to comes first: of its tokens those up to this one, backwards.
+    count[..., :1] = own - first[..., :1] + 1
+    count.masked_fill_(~real, 0)
+    last = count.cumsum(dim=-1)
+    place = torch.arange(min(size, length), device=aligned.device).expand(batch, length, -1).contiguous()
+    entry = torch.searchsorted(last, place, right=True)  # which of `seen` fills each place
+    inside = entry < seen.shape[-1]
+    entry = entry.clamp(max=seen.shape[-1] - 1)
+    found = first.gather(-1, entry) + place - (last - count).gather(-1, entry)
+    found = torch.where(entry == 0, own - place, found)
+    return torch.where(inside & real, found, own).to(torch.int32)
