@@ -3,8 +3,8 @@
     python examples/sparse_attention.py --source S --target T --text FILE… [--lengths 1024 4096] [--json PATH]
 
 The target's own states take the place of translated ones: what they hold makes no difference to time and memory.
-`attention_s` is what the attention of the sparse layers takes, without projections, by either plan (that keys are found
-and put into blocks is counted in); `replay_s` the whole replay; `guidance_share` what listening adds to the source's
+`attention_s` is what the attention of the sparse layers takes, without projections, by either plan (finding keys
+and blocks is counted in); `replay_s` the whole replay; `guidance_share` what listening adds to the source's
 plain prefill. Bytes are growth above the models.
 """
 

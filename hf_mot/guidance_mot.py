@@ -146,8 +146,8 @@ def most_attended(
 def carried_over(positions: torch.Tensor, aligned: torch.Tensor, size: int) -> torch.Tensor:
     """
     Positions among the tokens of one tokenizer, as positions among those of another. A token looks where the one does
-    that it is aligned to; what that looks at stands for the tokens aligned to it, or else for the next one, of which
-    it is a part.
+    that it is aligned to. What that looks at stands for the tokens aligned to it, or else for the next one, of which it
+    is a part; of its own tokens, which are the pieces of a character, those before this one come third.
 
     Args:
         positions (`torch.Tensor`): `[batch, seq, size]`, as in [`Guidance`].
@@ -156,8 +156,8 @@ def carried_over(positions: torch.Tensor, aligned: torch.Tensor, size: int) -> t
         size (`int`): Positions per token that are kept at most, the most looked at first.
 
     Returns:
-        `torch.Tensor`: `[batch, new_seq, min(size, new_seq)]` (`int32`). Where there are fewer (and on pads), a token
-        stands there itself.
+        `torch.Tensor`: `[batch, new_seq, min(size, seq + new_seq)]` (`int32`). Where there are fewer (and on pads), a token
+        stands there itself; some stand there twice.
     """
     aligned = aligned.to(positions.device).contiguous()
     (batch, length), before = aligned.shape, positions.shape[1]
@@ -168,16 +168,21 @@ def carried_over(positions: torch.Tensor, aligned: torch.Tensor, size: int) -> t
     rows = torch.arange(batch, device=aligned.device)[:, None]
     real, aligned = (aligned >= 0)[..., None], aligned.clamp(min=0)
     seen = positions[rows, aligned].long()  # [batch, new_seq, size]
+    # A token itself, the row's first one, the other tokens that are aligned to the same, and the rest.
+    others = min(2, seen.shape[-1])
+    seen = torch.cat([seen[..., :others], seen[..., :1], seen[..., others:]], dim=-1)
     rows, valid, seen = rows[..., None], seen >= 0, seen.clamp(min=0)
     first, count = start[rows, seen], (end - start)[rows, seen] * valid
-    # What a token is aligned to comes first: of its tokens those up to this one, backwards.
-    count[..., :1] = own - first[..., :1] + 1
+    count[..., :1] = 1
+    count[..., others : others + 1] = own - first[..., :1]
     count.masked_fill_(~real, 0)
     last = count.cumsum(dim=-1)
-    place = torch.arange(min(size, length), device=aligned.device).expand(batch, length, -1).contiguous()
+    place = torch.arange(min(size, before + length), device=aligned.device)
+    place = place.expand(batch, length, -1).contiguous()
     entry = torch.searchsorted(last, place, right=True)  # which of `seen` fills each place
     inside = entry < seen.shape[-1]
     entry = entry.clamp(max=seen.shape[-1] - 1)
     found = first.gather(-1, entry) + place - (last - count).gather(-1, entry)
-    found = torch.where(entry == 0, own - place, found)
+    found = torch.where(entry == others, own - 1 - place + (last - count).gather(-1, entry), found)
+    found = torch.where(entry == 0, own, found)
     return torch.where(inside & real, found, own).to(torch.int32)

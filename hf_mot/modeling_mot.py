@@ -445,7 +445,7 @@ class MoTModel(MoTPreTrainedModel):
         for positions in guidance.positions.values():
             if len(positions) != len(source_mask) or positions.shape[1] < source_mask.shape[1]:
                 raise ValueError(
-                    f"`guidance` is of {len(positions)} rows of {positions.shape[1]} source tokens, but `source_cache` is "
+                    f"`guidance` is of {len(positions)} rows of {positions.shape[1]} source tokens, but the cache is "
                     f"of {len(source_mask)} of {source_mask.shape[1]}. Pass what guide(…) tells of the same ids."
                 )
         carried = {

@@ -88,9 +88,9 @@ class ReplayPlan:
             if name in given or name not in _FORMS or re.fullmatch(_FORMS[name], part) is None:
                 raise ValueError(
                     "`replay` must be one of none, full, full:6-11 (the layers to inject), sparse:128 (so many "
-                    "positions per token, from 1) or sparse:128/2 (but in so many first layers), bottom:6 (so many first "
-                    "layers are native), tokens:32 (so many last tokens are; both from 1) or bottom:6+tokens:32, "
-                    f"got {plan!r}."
+                    "positions per token, from 1) or sparse:128/2 (but in so many first layers), bottom:6 (so many "
+                    "first layers are native), tokens:32 (so many last tokens are; both from 1) or "
+                    f"bottom:6+tokens:32, got {plan!r}."
                 )
             given[name] = [int(number) for number in re.findall(r"\d+", part)]
         if "none" in given and len(given) > 1:

@@ -176,7 +176,7 @@ def attend_to_blocks(
                 if given.dtype == torch.bool:
                     allowed = (given & allowed) | own
                 else:
-                    scores = scores + given.masked_fill(own, 0)
+                    scores = scores + _shown(given, own)
             scores = scores.masked_fill(~allowed, float("-inf"))
             weights = attention_weights(scores, s_aux).to(value.dtype)  # [heads, tokens, keys]
             # Query heads that share a value head are neighbours.
@@ -224,7 +224,12 @@ def _narrowed(mask: torch.Tensor | None, slots: torch.Tensor, hidden: torch.Tens
         mask = torch.zeros_like(allowed, dtype=hidden.dtype)
     if mask is None or mask.dtype == torch.bool:
         return allowed if mask is None else (mask & allowed) | own
-    return mask.masked_fill(own, 0).masked_fill(~allowed, torch.finfo(mask.dtype).min)
+    return _shown(mask, own).masked_fill(~allowed, torch.finfo(mask.dtype).min)
+
+
+def _shown(mask: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """An additive mask that hides no token from itself, as it does on pads; its biases stay."""
+    return mask.masked_fill(own & (mask <= torch.finfo(mask.dtype).min / 2), 0)
 
 
 _WAYS: dict[str, _Way] = {"gathered": _gathered, "masked": _masked}

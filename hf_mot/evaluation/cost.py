@@ -36,8 +36,8 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5) -> dict[st
         - `handoff_s`: from the source's ordinary cache and both id lists to a ready `TranslatedCache`;
         - `time_ratio`: `handoff_s / prefill_s`, with `time_ratio_low` and `time_ratio_high`, the smallest and the
           largest ratio within one round;
-        - `capture_overhead_s`: what keeping the translator's layers alone, and plan sparse's guidance, adds to the source's
-          plain prefill; may be below 0, as less is kept and no layer above them runs;
+        - `capture_overhead_s`: what keeping the translator's layers alone, and plan sparse's guidance, adds to the
+          source's plain prefill; may be below 0, as less is kept and no layer above them runs;
         - `ttft_native_s`, `ttft_translated_s`: either of the two, and then the prompt up to its last logits;
         - `flops_ratio`: translator and replay as a share of the native prefill's FLOPs;
         - `kv_bytes`, `translator_bytes`: the translated cache's and the translator's live bytes;
