@@ -67,17 +67,19 @@ def missed_layers(model: PreTrainedModel) -> list[int]:
     return sorted(set(range(len(decoder_layers(model)))) - reached)
 
 
-def attention_scores(
-    query: torch.Tensor, key: torch.Tensor, scaling: float | None = None, softcap: float | None = None
-) -> torch.Tensor:
-    """Scores `[batch, query_heads, queries, keys]` before the mask. Query heads that share a key head are
-    neighbours."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    shared = (query * scale).unflatten(1, (key.shape[1], -1))  # [batch, kv_heads, group, queries, head_dim]
-    scores = shared.flatten(2, 3) @ key.transpose(-1, -2)
+def attention_scores(query: torch.Tensor, key: torch.Tensor, softcap: float | None = None) -> torch.Tensor:
+    """Scores `[…, query_heads, queries, keys]` before the mask, of scaled queries. Query heads that share a key head
+    are neighbours."""
+    shared = query.unflatten(-3, (key.shape[-3], -1))  # […, kv_heads, group, queries, head_dim]
+    scores = shared.flatten(-3, -2) @ key.transpose(-1, -2)
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
-    return scores.unflatten(2, shared.shape[2:4]).flatten(1, 2)
+    return scores.unflatten(-2, shared.shape[-3:-1]).flatten(-4, -3)
+
+
+def scaled(query: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    """Queries that hold the model's scaling, by default that of their width."""
+    return query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
 def attention_weights(scores: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:

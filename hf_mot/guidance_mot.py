@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from .attention_mot import attention_scores, attention_weights, intercepted_attention, missed_layers
+from .attention_mot import attention_scores, attention_weights, intercepted_attention, missed_layers, scaled
 from .compat_mot import layer_windows
 
 BLOCK = 64  # tokens that look at a time: their scores stay in a CPU's cache
@@ -127,14 +127,15 @@ def most_attended(
     first = real.long().argmax(dim=1)[:, None, None]
     slots = torch.arange(length, device=query.device)
     found = torch.full((batch, length, min(size, length)), -1, dtype=torch.int32, device=query.device)
-    key, block = key.float(), max(1, min(BLOCK, MAX_SCORES // (batch * heads * length)))
+    query, key = scaled(query.float(), scaling), key.float()
+    block = max(1, min(BLOCK, MAX_SCORES // (batch * heads * length)))
     for start in range(0, length, block):
         end = min(start + block, length)
         own, before = slots[start:end, None], slots[:end]
         allowed = (before <= own) & real[:, None, :end]  # [batch, block, end]
         if window is not None:
             allowed &= own - before < window
-        scores = attention_scores(query[:, :, start:end].float(), key[:, :, :end], scaling, softcap)
+        scores = attention_scores(query[:, :, start:end], key[:, :, :end], softcap)
         scores = scores.masked_fill_(~allowed[:, None], torch.finfo(scores.dtype).min)
         share = attention_weights(scores, s_aux).mean(dim=1).masked_fill_(~allowed, -1)  # [batch, block, end]
         share.masked_fill_(allowed & (before == first), 2).masked_fill_(before == own, 3)
@@ -146,8 +147,8 @@ def most_attended(
 def carried_over(positions: torch.Tensor, aligned: torch.Tensor, size: int) -> torch.Tensor:
     """
     Positions among the tokens of one tokenizer, as positions among those of another. A token looks where the one does
-    that it is aligned to. What that looks at stands for the tokens aligned to it, or else for the next one, of which it
-    is a part; of its own tokens, which are the pieces of a character, those before this one come third.
+    that it is aligned to. What that looks at stands for the tokens aligned to it, or else for the next one, of which
+    it is a part; of its own tokens, which are the pieces of a character, those before this one come third.
 
     Args:
         positions (`torch.Tensor`): `[batch, seq, size]`, as in [`Guidance`].
@@ -156,8 +157,8 @@ def carried_over(positions: torch.Tensor, aligned: torch.Tensor, size: int) -> t
         size (`int`): Positions per token that are kept at most, the most looked at first.
 
     Returns:
-        `torch.Tensor`: `[batch, new_seq, min(size, seq + new_seq)]` (`int32`). Where there are fewer (and on pads), a token
-        stands there itself; some stand there twice.
+        `torch.Tensor`: `[batch, new_seq, min(size, seq + new_seq)]` (`int32`). Where there are fewer (and on pads), a
+        token stands there itself; some stand there twice.
     """
     aligned = aligned.to(positions.device).contiguous()
     (batch, length), before = aligned.shape, positions.shape[1]

@@ -17,15 +17,16 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from .attention_mot import attention_scores, attention_weights, intercepted_attention
+from .attention_mot import attention_scores, attention_weights, intercepted_attention, scaled
 from .compat_mot import decoder_layers, run_decoder
 
 logger = logging.get_logger(__name__)
 
 BLOCK = 32  # tokens whose keys are gathered together, since neighbours look at much the same
 SPREAD = 4  # a block that looks at more keys than so many times a token's own is halved
-# Of each block of a row: its first token and the one after its last, the slots of its keys, and which token may look
-# at which of them, [tokens, keys].
+MAX_MARKS = 2**24  # keys that are marked at a time, while blocks are made
+# Of each block of a row: its first token and the one after its last, the slots of its keys, and a mask [tokens, keys],
+# 0 where a token may look and -inf where not.
 _Blocks = list[tuple[int, int, torch.Tensor, torch.Tensor]]
 _Way = Callable[[PreTrainedModel, Mapping[int, torch.Tensor]], AbstractContextManager[set[int]]]
 
@@ -122,21 +123,27 @@ def _gathered(model: PreTrainedModel, positions: Mapping[int, torch.Tensor]) -> 
 
 def _row_blocks(slots: torch.Tensor) -> _Blocks:
     """The blocks of a row, from what its tokens look at, `[seq, size]`."""
-    length, size = slots.shape
-    found, todo = [], [(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)][::-1]
-    while todo:
-        start, end = todo.pop()
-        wanted = torch.zeros(end, dtype=torch.bool, device=slots.device)
-        wanted[slots[start:end].flatten()] = True
-        keys = wanted.nonzero().flatten()
-        if len(keys) > SPREAD * size and end - start > 1:
-            middle = (start + end) // 2
-            todo += [(middle, end), (start, middle)]
-            continue
-        number = wanted.cumsum(0) - 1
-        allowed = torch.zeros(end - start, len(keys), dtype=torch.bool, device=slots.device)
-        found.append((start, end, keys, allowed.scatter_(1, number[slots[start:end]], True)))
-    return found
+    length, size, found = len(slots), BLOCK, []
+    todo = torch.arange(0, length, size, device=slots.device)
+    while len(todo):
+        halved = []
+        for starts in todo.split(max(1, MAX_MARKS // length)):
+            tokens = starts[:, None] + torch.arange(size, device=slots.device)
+            looked_at = slots[tokens.clamp(max=length - 1)].flatten(1)  # [blocks, tokens · size]
+            marks = torch.zeros(len(starts), length, dtype=torch.bool, device=slots.device).scatter_(
+                1, looked_at, True
+            )
+            number = (marks.cumsum(1, dtype=torch.int32).gather(1, looked_at) - 1).unflatten(1, (size, -1)).long()
+            keys = marks.nonzero()[:, 1].split(marks.sum(1).tolist())
+            for start, own, place in zip(starts.tolist(), keys, number, strict=True):
+                if len(own) > SPREAD * slots.shape[1] and size > 1:
+                    halved += [half for half in (start, start + size // 2) if half < length]
+                    continue
+                end = min(start + size, length)
+                hidden = torch.full((end - start, len(own)), float("-inf"), device=slots.device)
+                found.append((start, end, own, hidden.scatter_(1, place[: end - start], 0.0)))
+        todo, size = torch.tensor(halved, dtype=torch.long, device=slots.device), size // 2
+    return sorted(found, key=lambda block: block[0])
 
 
 def attend_to_blocks(
@@ -163,28 +170,25 @@ def attend_to_blocks(
         `torch.Tensor`: `[batch, seq, heads, head_dim]`.
     """
     mask = attention_mask if attention_mask is not None and attention_mask.dim() == 4 else None
-    output = []
+    query, output = scaled(query, scaling), []
     for row, parts in enumerate(blocks):
         row_output = []
-        for start, end, keys, allowed in parts:
-            keys, allowed = keys.to(key.device), allowed.to(key.device)
-            near, far = (part[row : row + 1].index_select(2, keys) for part in (key, value))
-            scores = attention_scores(query[row : row + 1, :, start:end], near, scaling, softcap)[0]
+        for start, end, keys, hidden in parts:
+            keys, hidden = keys.to(key.device), hidden.to(query)
             if mask is not None:
                 given = mask[row if len(mask) > 1 else 0, :, start:end].index_select(-1, keys)  # [heads or 1, …]
                 own = keys == torch.arange(start, end, device=keys.device)[:, None]
-                if given.dtype == torch.bool:
-                    allowed = (given & allowed) | own
-                else:
-                    scores = scores + _shown(given, own)
-            scores = scores.masked_fill(~allowed, float("-inf"))
+                hidden = hidden + (
+                    _as_bias(given | own, query.dtype) if given.dtype == torch.bool else _shown(given, own)
+                )
+            near, far = (part[row].index_select(1, keys) for part in (key, value))  # [kv_heads, keys, head_dim]
+            scores = attention_scores(query[row, :, start:end], near, softcap) + hidden
             weights = attention_weights(scores, s_aux).to(value.dtype)  # [heads, tokens, keys]
             # Query heads that share a value head are neighbours.
-            shared = weights.unflatten(0, (value.shape[1], -1)).flatten(1, 2)
-            attended = (shared @ far[0]).unflatten(1, (-1, end - start)).flatten(0, 1)
-            row_output.append(attended.transpose(0, 1))  # [tokens, heads, head_dim]
-        output.append(torch.cat(row_output))
-    return torch.stack(output)
+            shared = weights.unflatten(0, (len(far), -1)).flatten(1, 2)
+            row_output.append((shared @ far).unflatten(1, (-1, end - start)).flatten(0, 1))
+        output.append(torch.cat(row_output, dim=1))
+    return torch.stack(output).transpose(1, 2).contiguous()
 
 
 @contextmanager
@@ -225,6 +229,10 @@ def _narrowed(mask: torch.Tensor | None, slots: torch.Tensor, hidden: torch.Tens
     if mask is None or mask.dtype == torch.bool:
         return allowed if mask is None else (mask & allowed) | own
     return _shown(mask, own).masked_fill(~allowed, torch.finfo(mask.dtype).min)
+
+
+def _as_bias(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, float("-inf"))
 
 
 def _shown(mask: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from hf_mot.attention_mot import intercepted_attention
+from hf_mot.attention_mot import intercepted_attention, scaled
 from hf_mot.capture_mot import prefill
 
 
@@ -71,8 +71,7 @@ def capture_queries(
         for extra in ("s_aux", "position_bias"):
             if options.get(extra) is not None:
                 raise ValueError(f"{name} adds `{extra}` to its attention, which is not supported here.")
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        found[layer_idx] = LayerQueries(query * scale, _allowed(mask), softcap)
+        found[layer_idx] = LayerQueries(scaled(query, scaling), _allowed(mask), softcap)
         options |= {} if softcap is None else {"softcap": softcap}
         return attend(query, key, value, mask, scaling=scaling, **options)
 
