@@ -24,7 +24,7 @@ logger = logging.get_logger(__name__)
 
 BLOCK = 32  # tokens whose keys are gathered together, since neighbours look at much the same
 SPREAD = 4  # a block that looks at more keys than so many times a token's own is halved
-MAX_MARKS = 2**24  # keys that are marked at a time, while blocks are made
+AT_ONCE = 64  # blocks that are made at a time
 # Of each block of a row: its first token and the one after its last, the slots of its keys, and a mask [tokens, keys],
 # 0 where a token may look and -inf where not.
 _Blocks = list[tuple[int, int, torch.Tensor, torch.Tensor]]
@@ -127,7 +127,7 @@ def _row_blocks(slots: torch.Tensor) -> _Blocks:
     todo = torch.arange(0, length, size, device=slots.device)
     while len(todo):
         halved = []
-        for starts in todo.split(max(1, MAX_MARKS // length)):
+        for starts in todo.split(AT_ONCE):
             tokens = starts[:, None] + torch.arange(size, device=slots.device)
             looked_at = slots[tokens.clamp(max=length - 1)].flatten(1)  # [blocks, tokens · size]
             marks = torch.zeros(len(starts), length, dtype=torch.bool, device=slots.device).scatter_(
