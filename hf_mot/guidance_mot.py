@@ -136,9 +136,14 @@ def most_attended(
         if window is not None:
             allowed &= own - before < window
         scores = attention_scores(query[:, :, start:end], key[:, :, :end], softcap)
-        scores = scores.masked_fill_(~allowed[:, None], torch.finfo(scores.dtype).min)
-        share = attention_weights(scores, s_aux).mean(dim=1).masked_fill_(~allowed, -1)  # [batch, block, end]
-        share.masked_fill_(allowed & (before == first), 2).masked_fill_(before == own, 3)
+        # Without pads and window, all slots below the block may be looked at.
+        masked = slice(start if attention_mask is None and window is None else 0, end)
+        hidden = ~allowed[..., masked]
+        scores[..., masked].masked_fill_(hidden[:, None], torch.finfo(scores.dtype).min)
+        share = attention_weights(scores, s_aux).mean(dim=1)  # [batch, block, end]
+        share[..., masked].masked_fill_(hidden, -1)
+        share.masked_fill_(allowed & (before == first), 2)
+        share[..., start:].masked_fill_(before[start:] == own, 3)
         shares, places = share.topk(min(size, end), dim=-1)
         found[:, start:end, : places.shape[-1]] = places.masked_fill(shares < 0, -1)
     return found

@@ -175,7 +175,10 @@ def test_guidance_is_where_the_mean_attention_of_the_heads_is_largest(family, mo
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     depth = len(decoder_layers(model))
-    found = prefill(model, ids, mask, layers=(), guide=Guide(tuple(range(depth)), size)).guidance.positions
+    guide = Guide(tuple(range(depth)), size)
+    found = prefill(model, ids, mask, layers=(), guide=guide).guidance.positions
+    alone = prefill(model, ids[1:], layers=(), guide=guide).guidance.positions  # without a mask
+    assert all(torch.equal(positions, found[layer_idx][1:]) for layer_idx, positions in alone.items())
     model.set_attn_implementation("eager")
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
