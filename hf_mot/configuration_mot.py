@@ -55,6 +55,12 @@ class MoTConfig(PreTrainedConfig):
             that it lacks.
         replay (`str`, *optional*, defaults to `"none"`):
             The replay plan that the translator was made for, and takes where none is given.
+        replay_curve (`dict`, *optional*):
+            What this translator keeps by which plan, as `hf-mot evaluate … --curve --card` measures it, for
+            `replay="auto"` to choose by: `context_length` (target tokens), `n` (windows), and `points`, a list of
+            `replay` (`str`), `flops_share` (of the target's own prefill, at that length) and `recovery`, a dict of
+            `value` and the ends of its 95 % interval, `low` and `high`. It is of these very weights: training drops
+            it.
         rank (`int`, *optional*):
             Width of the shared down-projection. `None`: a full-rank map.
         piece_ranks (`list[list[int]]`, *optional*):
@@ -107,6 +113,7 @@ class MoTConfig(PreTrainedConfig):
     source_layers: list[int] | tuple[int, ...] = ()
     target_layers: list[int] | tuple[int, ...] | None = None
     replay: str = "none"
+    replay_curve: dict | None = None
     rank: int | None = None
     piece_ranks: list[list[int]] | None = None
     embedding_window: int = 5
@@ -155,6 +162,12 @@ class MoTConfig(PreTrainedConfig):
             if dtype is not None and str(dtype).removeprefix("torch.") not in _DTYPES:
                 raise ValueError(f"`dtype` must be one of {', '.join(_DTYPES)}, got {dtype!r}.")
         self._check_method()
+        if self.replay_curve is not None and not _is_curve(self.replay_curve):
+            raise ValueError(
+                "`replay_curve` must hold context_length, n and points, each with replay, flops_share and recovery "
+                f"(value, low, high), got {str(self.replay_curve)[:200]}. Measure it again: hf-mot evaluate … --curve "
+                "--card."
+            )
         self.source_layers = [int(layer_idx) for layer_idx in self.source_layers]
         self.key_norms = [int(layer_idx) for layer_idx in self.key_norms]
         if self.target_layers is not None:
@@ -226,3 +239,23 @@ class MoTConfig(PreTrainedConfig):
                 f"`piece_ranks` must be [keys, values] for each target layer, from 1 to `rank` {self.rank}, got "
                 f"{self.piece_ranks}."
             )
+
+
+def _is_curve(curve: dict) -> bool:
+    """Whether a `replay_curve` is whole. Its plans are read where the layers are known, by [`MoTModel`]."""
+    if curve.keys() != {"context_length", "n", "points"}:
+        return False
+    counts, points = (curve["context_length"], curve["n"]), curve["points"]
+    counted = all(type(count) is int and count > 0 for count in counts)
+    return counted and isinstance(points, list) and len(points) > 0 and all(map(_is_point, points))
+
+
+def _is_point(point: Any) -> bool:
+    if not isinstance(point, dict) or point.keys() != {"replay", "flops_share", "recovery"}:
+        return False
+    recovery = point["recovery"]
+    if not isinstance(recovery, dict) or recovery.keys() != {"value", "low", "high"}:
+        return False
+    numbers = [point["flops_share"], *recovery.values()]
+    finite = all(type(number) in (int, float) and abs(number) < 1e9 for number in numbers)
+    return finite and isinstance(point["replay"], str) and recovery["low"] <= recovery["high"]

@@ -39,7 +39,7 @@ def describe_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     }
 
 
-# What makes a model and its tokenizer this one and no other, wherever its files lie and in whatever dtype it is loaded.
+# What makes a model and its tokenizer this one and no other, wherever its files lie, whatever its dtype.
 IDENTITY = ("fingerprint", "adapter", "quantization", "tokenizer_fingerprint", "prefix_ids")
 
 

@@ -23,6 +23,7 @@ from .generation_mot import attach
 from .geometry_mot import ModelGeometry
 from .guidance_mot import Guidance, Guide, carried_over
 from .pretrained_mot import MoTPreTrainedModel
+from .replay_auto_mot import choose_plan, is_auto
 from .replay_mot import ReplayPlan, guiding_layers
 from .replay_run_mot import replay
 from .rows_mot import check_rows, left_pad, unpad
@@ -106,6 +107,8 @@ class MoTModel(MoTPreTrainedModel):
             )
         if not config.source_layers and not config.embedding_window:
             raise ValueError("`source_layers` and `embedding_window` are both empty: there is nothing to read.")
+        for point in (config.replay_curve or {}).get("points", []):
+            self.injected_layers(point["replay"])
         self.plan()  # refuses a default plan that these layers are too few for
         self.translator: nn.Module = build_translator(config)
         self.key_norms = nn.ModuleDict()
@@ -120,10 +123,12 @@ class MoTModel(MoTPreTrainedModel):
         depth = len(self.target_geometry.layers)
         return list(range(depth)) if self.config.target_layers is None else self.config.target_layers
 
-    def plan(self, replay: str | ReplayPlan | None = None) -> ReplayPlan:
-        """The replay plan of that name, by default the one of the config, over the layers that are translated. Raises
-        `ValueError` for an unknown one, or one that this translator gives too few layers for."""
-        plan = ReplayPlan.parse(self.config.replay if replay is None else replay)
+    def plan(self, replay: str | ReplayPlan | None = None, context_length: int | None = None) -> ReplayPlan:
+        """The replay plan of that name, by default the one of the config, over the layers that are translated;
+        `"auto"` is chosen for a context of `context_length` target tokens, see [`choose_plan`]. Raises `ValueError`
+        for an unknown one, one that this translator gives too few layers for, or where there is none to choose."""
+        replay = self.config.replay if replay is None else replay
+        plan = choose_plan(replay, self.config, context_length) if is_auto(replay) else ReplayPlan.parse(replay)
         layers = self.injected_layers(plan)
         if plan.sparse and not self.config.source_layers:
             raise ValueError(
@@ -163,8 +168,9 @@ class MoTModel(MoTPreTrainedModel):
                     f"`closed_form` was fitted with `{field}` {came}, but this translator has {own}. Make them equal."
                 )
         with torch.no_grad():
-            for name, weight in closed_form.translator.named_parameters():
-                path.get_parameter(name).copy_(weight)
+            own = path.state_dict()
+            for name, tensor in closed_form.translator.state_dict().items():
+                own[name].copy_(tensor)
         self.key_norms.load_state_dict(closed_form.key_norms.state_dict())
 
     @classmethod
@@ -258,7 +264,8 @@ class MoTModel(MoTPreTrainedModel):
             replay (`str` or [`ReplayPlan`], *optional*): What the target computes itself: `"none"`, `"full"`,
                 `"sparse:128"` (as `"full"`, but that it looks where the source has looked most),
                 `"bottom:6"` (its first layers), `"tokens:32"` (the last tokens), `"bottom:6+tokens:32"`; by default
-                what the translator was made for, `config.replay`.
+                what the translator was made for, `config.replay`. `"auto:0.25"` (of native FLOPs) or
+                `"auto:recovery=0.9"` chooses by the translator's measured curve, see [`choose_plan`].
             guidance ([`Guidance`], *optional*): Where the source has looked, as [`guide`] tells, for `"sparse:128"`: a
                 ready cache does not tell. By default what came with a cache of [`read_source`].
             allow_variant (`bool`, *optional*, defaults to `False`): Accepts a source or target that is the
@@ -270,9 +277,9 @@ class MoTModel(MoTPreTrainedModel):
         Raises:
             `ValueError`: a model, tokenizer or cache that is not the pair's, a cache that lost keys or holds NaN or
                 mixed dtypes, an empty context, more context than the target's positions, an unknown plan or one that
-                asks for more layers or tokens than there are, plan sparse without guidance.
+                asks for more layers or tokens than there are, plan sparse without guidance, or no plan that `"auto"`
+                could choose.
         """
-        plan = self.plan(replay)
         inputs = self.prepare(
             source_cache,
             source_input_ids,
@@ -286,6 +293,7 @@ class MoTModel(MoTPreTrainedModel):
             guidance=guidance,
             allow_variant=allow_variant,
         )
+        plan = self.plan(replay, int(inputs.target_mask.sum(dim=1).min()))
         cache = self.assemble(self.run(inputs, plan), inputs, target, plan)
         if allow_variant:
             cache.contract = None
@@ -308,8 +316,13 @@ class MoTModel(MoTPreTrainedModel):
         From text to a [`TranslatedCache`], the source's prefill included. Arguments as in [`translate`]; `source` may
         be left out only by a translator that reads no source.
         """
-        plan = self.plan(replay)
         texts = [text] if isinstance(text, str) else list(text)
+        shortest = None
+        if texts and is_auto(self.config.replay if replay is None else replay):
+            check_tokenizer(self.config.target, target_tokenizer, "target_tokenizer")
+            own = min(len(tokenize_with_spans(target_tokenizer, text)[0]) for text in texts)
+            shortest = len(self.config.target["prefix_ids"]) + own
+        plan = self.plan(replay, shortest)
         if plan.sparse:
             sparse_way(target)
         cache, source_ids, source_mask = self.read_source(texts, source, source_tokenizer, allow_variant, plan=plan)

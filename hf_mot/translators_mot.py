@@ -112,7 +112,11 @@ class ReducedRankTranslator(nn.Module):
             self.up = PieceProjections(*zip(*pieces, strict=True))
         else:
             self.up = nn.Identity() if rank is None else nn.Linear(rank, output_dim, bias=False)
-        self.bias = nn.Parameter(torch.zeros(output_dim))
+        # What of a closed form can be trained on few texts: a gain and a bias of each channel.
+        self.gain, self.bias = nn.Parameter(torch.ones(output_dim)), nn.Parameter(torch.zeros(output_dim))
+        # Inner channels of mean 0 and variance 1, and outputs in units of their own: a step of one size suits all.
+        self.register_buffer("center", torch.zeros(inner))
+        self.register_buffer("scale", torch.ones(output_dim))
 
     def forward(
         self,
@@ -125,13 +129,14 @@ class ReducedRankTranslator(nn.Module):
         for project, states in ((self.source_in, source_states), (self.embedding_in, embeddings)):
             if project is not None:
                 inner = inner + project_from(project, states, start if full_rank else 0)
+        inner = inner - self.center[start if full_rank else 0 :]
         if self.refine is not None:
             inner = inner + self.refine(inner, attention_mask)
         if isinstance(self.up, PieceProjections):
             inner = self.up(inner, start)
         elif not full_rank:
             inner = project_from(self.up, inner, start)
-        return inner + self.bias[start:]
+        return (inner * self.gain[start:] + self.bias[start:]) * self.scale[start:]
 
 
 class Refinement(nn.Module):

@@ -156,8 +156,8 @@ def make_translator(pair: dict, source_layers=(0, 2), rank: int | None = 8, embe
     )
     torch.manual_seed(2)
     with torch.no_grad():
-        for weight in mot.parameters():
-            weight.normal_(0, 0.3)
+        for name, weight in mot.named_parameters():
+            weight.normal_(1.0 if name.endswith("gain") else 0.0, 0.3)
     return mot.eval()
 
 

@@ -9,6 +9,7 @@ from conftest import make_documents, make_pair, make_tokenizer
 from hf_mot.fit import fit, save_fit
 from hf_mot.fit.solve import choose_layers, choose_ridge, solve
 from hf_mot.fit.statistics import Statistics
+from hf_mot.fit.weights import output_blocks
 from hf_mot.fit.windows import batched, calibration_windows
 from hf_mot.replay_mot import ReplayPlan, native_flops
 
@@ -161,6 +162,24 @@ def test_fit_beats_its_own_control_and_the_mean(pair, fitted):
     with_source = error(fitted.translator.handoff(text, **pair))
     without = error(fitted.no_source.handoff(text, target=pair["target"], target_tokenizer=pair["target_tokenizer"]))
     assert with_source < without < mean
+
+
+def test_inner_channels_are_standardised_and_outputs_in_units_of_their_own(pair, fitted):
+    """So that one learning rate suits all weights that come after the source's and the embeddings' projections."""
+    mot, module = fitted.translator, fitted.translator.translator
+    inner, states = [], []
+    for text in make_documents(30):
+        cache, ids, _ = mot.read_source([text], pair["source"], pair["source_tokenizer"])
+        arguments = {name: pair[name] for name in ("target", "source_tokenizer", "target_tokenizer")}
+        inputs = mot.prepare(cache, ids, text=text, **arguments)
+        read = module.source_in(inputs.source_states) + module.embedding_in(inputs.embeddings) - module.center
+        inner.append(read[0, 1:])
+        states.append((module.up(read) + module.bias)[0, 1:])
+    inner, states = torch.cat(inner), torch.cat(states)
+    assert inner.mean(0).abs().max() < 0.35 and 0.5 < inner.std(0).min() and inner.std(0).max() < 1.5
+    for piece in states.split(output_blocks(mot.target_geometry), dim=1):
+        assert 0.7 < piece.var(0).mean().sqrt() < 1.3
+    assert len(module.scale.unique()) == len(output_blocks(mot.target_geometry))
 
 
 def test_a_dataset_is_read_as_its_texts(pair, fitted):

@@ -145,7 +145,7 @@ def test_training_starts_where_the_closed_form_ends(pair, plain, kind):
     mot.load_linear_path(closed_form)
     torch.testing.assert_close(states_of(mot, pair, text), states_of(closed_form, pair, text))
     own = mot.translator if mot.config.trunk else mot.translator.linear
-    expected = [own.source_in.weight, own.embedding_in.weight, own.bias, *own.up.parameters()]
+    expected = [own.source_in.weight, own.embedding_in.weight, *own.up.parameters()]
     assert {id(weight) for weight in linear_path(mot)} == set(map(id, expected))
     with pytest.raises(ValueError, match="`closed_form` was fitted with `piece_ranks` None, but this translator has"):
         mot.load_linear_path(plain)

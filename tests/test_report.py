@@ -173,7 +173,7 @@ def test_command_on_tasks_writes_figures_and_examples(folder, tmp_path, capsys):
     assert run_command(folder / "mot", *arguments) == 0
     report, printed = json.loads(out.read_text()), capsys.readouterr().out
     assert set(report["tasks"]) == {"squad", "boolq"} and "arms" not in report
-    assert "squad: 4 questions, plain prompt, version 1" in printed
+    assert "squad: 4 questions, plain prompt, version 2" in printed
     lines = [json.loads(line) for line in (tmp_path / "out.examples.jsonl").read_text().splitlines()]
     assert len([line for line in lines if line.get("arm") == "translated"]) == 8
     assert run_command(folder / "mot", *arguments) == 0  # goes on, with nothing left to do

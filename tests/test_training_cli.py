@@ -71,6 +71,44 @@ def test_train_goes_on_from_a_fit_and_writes_a_translator(folder, command, tmp_p
     assert AutoModel.from_pretrained(out, trust_remote_code=True).config.rank == 8
 
 
+@pytest.mark.parametrize("init", [True, False])
+def test_train_trains_a_twin_alike_that_reads_no_source(folder, command, tmp_path, capsys, init):
+    out = tmp_path / "out"
+    if not init:
+        start = command.index("--init")
+        command[start : start + 2] = ["--layers", "2", "--config", "hidden_size=8", "num_attention_heads=2"]
+    measured = ["--eval-text", str(folder / "valid.txt"), "--eval-context", "24", "--eval-steps", "2"]
+    command += [*measured, "--twin", "--best", "loss", "--out", str(out)]
+    assert main(command) == 0
+    mot, twin = MoTModel.from_pretrained(out), MoTModel.from_pretrained(out / "no_source")
+    assert mot.config.source_layers == ([0, 2]) and twin.config.source_layers == []
+    assert mot.fit_report["training"]["settings"] == twin.fit_report["training"]["settings"]
+    before = twin.state_dict()
+    assert main(command) == 0  # both are done: nothing is trained again
+    assert all(
+        torch.equal(w, before[name]) for name, w in MoTModel.from_pretrained(out / "no_source").state_dict().items()
+    )
+    arms = ["--arms", "native,no_context,translated,no_source", "--no-cost", "--context", "24", "--lines"]
+    models = ["--source", str(folder / "source"), "--target", str(folder / "target")]
+    assert main(["evaluate", str(out), *models, "--text", str(folder / "valid.txt"), *arms]) == 0
+    assert "no_source" in capsys.readouterr().out
+
+
+def test_best_by_what_is_not_defined_is_an_error(folder, command, tmp_path, capsys):
+    """Models without training predict a text no better for having read its beginning."""
+    measured = ["--eval-text", str(folder / "valid.txt"), "--eval-context", "24", "--eval-steps", "1"]
+    message = fails(capsys, [*command, *measured, "--best", "recovery", "--out", str(tmp_path / "out")])
+    assert "`metric_for_best_model` is recovery, which these documents do not define" in message
+
+
+def test_twin_that_cannot_be_trained_is_refused_before_anything_is_loaded(folder, command, tmp_path, capsys):
+    MoTModel.from_pretrained(folder / "fitted").save_pretrained(tmp_path / "alone")
+    command += ["--twin", "--out", str(tmp_path / "out"), "--source", str(tmp_path / "none")]
+    assert "`--twin` needs a twin to start from" in fails(capsys, [*command, "--init", str(tmp_path / "alone")])
+    assert "`--twin` trains the twin that `--no-source` names." in fails(capsys, [*command, "--no-source", "x"])
+    assert not (tmp_path / "out").exists()
+
+
 def test_train_keeps_weights_in_fp32_whatever_it_starts_from(folder, command, tmp_path):
     MoTModel.from_pretrained(folder / "fitted").bfloat16().save_pretrained(tmp_path / "half")
     assert main([*command, "--init", str(tmp_path / "half"), "--out", str(tmp_path / "out")]) == 0

@@ -228,7 +228,7 @@ def test_keys_at_their_positions_are_an_option(family):
 
 def test_flops_count_every_product(pair):
     linear = make_linear(pair).config
-    weights = sum(w.numel() for name, w in make_linear(pair).named_parameters() if not name.endswith("bias"))
+    weights = sum(w.numel() for name, w in make_linear(pair).named_parameters() if not name.endswith(("bias", "gain")))
     assert translator_flops(linear, 50) == 2 * 50 * weights
     single, double = (make(pair, method="mot", num_translators=count).config for count in (1, 2))
     assert 1.9 < translator_flops(double, 50) / translator_flops(single, 50) < 2.1

@@ -114,7 +114,7 @@ def measure_sensitivity(
         batch_size=batch_size,
         replay=replay,
     )
-    replay = str(translator.plan(replay))
+    replay = str(translator.plan(replay, context_length))
     check_models(REFERENCES, translator, None, source, target, {})
     prefix_ids = list(translator.config.target["prefix_ids"])
     models = Models(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 PLANS = "none, full, full:6-11, sparse:128, bottom:6, tokens:32 or bottom:6+tokens:32"
+AUTO = "or by the measured curve auto, auto:0.25 (of native FLOPs) or auto:recovery=0.9"
 
 
 def named_model(args: argparse.Namespace, translator: Any, side: str) -> tuple[str, dict[str, str]]:

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from hf_mot.cli import PLANS, check_output_file, command_line, load_pair, load_tasks
+from hf_mot.cli import AUTO, PLANS, check_output_file, command_line, load_pair, load_tasks
 
 HELP = "find out where a translation loses what it loses"
 
@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="DIR", help="folder with the tasks' folders [the Hub, through datasets]")
     parser.add_argument("--reverse", action="store_true", help="also what one piece wins back, all others translated")
     parser.add_argument(
-        "--replay", metavar="PLAN", help=f"what the target computes itself: {PLANS} [what the translator was made for]"
+        "--replay",
+        metavar="PLAN",
+        help=f"what the target computes itself: {PLANS}, {AUTO} [what the translator was made for]",
     )
     parser.add_argument("--context", type=int, default=256, metavar="C", help="target tokens of context [256]")
     parser.add_argument("--limit", type=int, metavar="N", help="documents, and questions a task [all that fit]")

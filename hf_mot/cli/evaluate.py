@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hf_mot.cli import PLANS, check_output_file, command_line, load_pair, load_tasks, named_model, split_names
+from hf_mot.cli import AUTO, PLANS, check_output_file, command_line, load_pair, load_tasks, named_model, split_names
 from hf_mot.cli.rivals import (
     RIDGE_FILE,
     can_refit,
@@ -34,7 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ways to get the context, or all [native,no_context,translated,wrong_document]",
     )
     parser.add_argument(
-        "--replay", metavar="PLAN", help=f"what the target computes itself: {PLANS} [what the translator was made for]"
+        "--replay",
+        metavar="PLAN",
+        help=f"what the target computes itself: {PLANS}, {AUTO} [what the translator was made for]",
+    )
+    parser.add_argument(
+        "--curve",
+        nargs="?",
+        const="",
+        metavar="PLAN,PLAN,…",
+        help="measure these plans too, or some from the cheapest to native; --card keeps that for --replay auto",
     )
     parser.add_argument("--context", type=int, default=256, metavar="C", help="target tokens of context [256]")
     parser.add_argument("--limit", type=int, metavar="N", help="documents, and questions a task [all that fit]")
@@ -80,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"`--card` needs the translator's own folder, got {args.translator}. Download it first.")
 
     from hf_mot.data.documents import read_documents
+    from hf_mot.evaluation.curve import default_plans, replay_curve
     from hf_mot.evaluation.gate import Gate
     from hf_mot.evaluation.report import require_matplotlib, write_report
     from hf_mot.evaluation.runner import DEFAULT_ARMS, check_settings, evaluate, save_report
@@ -104,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
         "cost_context_length": args.cost_context,
         "gate": gate,
     }
+    if args.curve is not None:
+        settings["curve"] = split_names(args.curve) or default_plans(translator, args.context)
     arms = check_settings(translator, tasks=tasks, **settings)
     if args.fit_text:
         check_corpus(translator, args.fit_text)
@@ -152,6 +164,8 @@ def run(args: argparse.Namespace) -> int:
         corpus = {"corpus": [describe_file(path) for path in args.text]} if args.text else {}
         record_evaluation(args.translator, {**report, **corpus})
         print(f"\nCard: {os.path.join(args.translator, 'README.md')}")
+        if "curve" in report and replay_curve(report) is None:
+            print("No plan has a recovery: there is nothing for --replay auto to choose from.")
     if gate is not None and not report["gate"]["passed"]:
         return 1
     return 0
@@ -230,6 +244,8 @@ def format_report(report: dict[str, Any]) -> str:
         lines += ["", *(f"missing: {arm} of {part}, which crashed: {reason}" for arm, reason in arms.items())]
     if "overlap" in report:
         lines += ["", _overlap_line(report["overlap"])]
+    if "curve" in report:
+        lines += ["", *_curve_lines(report["curve"])]
     if "cost" in report:
         lines += ["", *_cost_lines(report["cost"])]
     if "gate" in report:
@@ -286,6 +302,16 @@ def _overlap_line(overlap: dict[str, Any]) -> str:
         f"overlap with the fit's corpus: {overlap['shared']} of {overlap['tested']} contexts share a run of "
         f"{overlap['run_words']} words" + (f": {shown}" if named else "")
     )
+
+
+def _curve_lines(curve: list[dict[str, Any]]) -> list[str]:
+    from hf_mot.evaluation.curve_report import curve_table
+
+    head, rows = curve_table(curve)
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
+    ]
 
 
 def _gate_lines(gate: dict[str, Any]) -> list[str]:

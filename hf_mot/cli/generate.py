@@ -3,8 +3,9 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
-from hf_mot.cli import PLANS, check_output_file, load_pair
+from hf_mot.cli import AUTO, PLANS, check_output_file, load_pair, named_model
 
 HELP = "answer a prompt about a context that only the source has read"
 
@@ -21,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of sampling [0]")
     parser.add_argument("--dtype", default="float32", help="dtype of both models, e.g. bfloat16 [float32]")
     parser.add_argument(
-        "--replay", metavar="PLAN", help=f"what the target computes itself: {PLANS} [what the translator was made for]"
+        "--replay",
+        metavar="PLAN",
+        help=f"what the target computes itself: {PLANS}, {AUTO} [what the translator was made for]",
     )
     parser.add_argument("--allow-variant", action="store_true", help="accept another adapter or quantization")
     parser.add_argument("--compare", action="store_true", help="also answer natively, and without the context")
@@ -44,10 +47,14 @@ def run(args: argparse.Namespace) -> int:
 
     from hf_mot.evaluation import save_report
     from hf_mot.hub.resolve import load_translator
+    from hf_mot.replay_auto_mot import is_auto
     from hf_mot.versions import versions
 
     translator = load_translator(args.translator)
-    plan = translator.plan(args.replay)
+    automatic = is_auto(translator.config.replay if args.replay is None else args.replay)
+    plan = translator.plan(args.replay, _context_length(args, translator, context) if automatic else None)
+    if automatic:
+        print(f"plan: {plan}", file=sys.stderr)
     pair = load_pair(args, translator)
     target, target_tokenizer = pair["target"], pair["target_tokenizer"]
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.do_sample}
@@ -73,6 +80,15 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         save_report({"answers": answers, "replay": str(plan), "seed": args.seed, "versions": versions()}, args.json)
     return 0
+
+
+def _context_length(args: argparse.Namespace, translator: Any, context: str) -> int:
+    """Target tokens of the context, before the models are loaded."""
+    from hf_mot.hub.resolve import load_tokenizer
+
+    name, revision = named_model(args, translator, "target")
+    context_ids = load_tokenizer(name, **revision)(context, add_special_tokens=False)["input_ids"]
+    return len(translator.config.target["prefix_ids"]) + len(context_ids)
 
 
 def _read_context(path: str) -> str:

@@ -47,6 +47,8 @@ def describe(translator) -> dict[str, Any]:
         "source": _describe_side(config.source),
         "target": _describe_side(config.target),
     }
+    if config.replay_curve is not None:
+        description["replay_curve"] = config.replay_curve
     if translator.fit_report is not None:
         description["fit_report"] = translator.fit_report
     return description
@@ -74,6 +76,7 @@ def format_description(description: dict[str, Any]) -> str:
             f"plan {share['replay']}",
         ),
     ]
+    rows += _curve_rows(description.get("replay_curve"))
     for label, side in (("source", source), ("target", target)):
         variant = " with an adapter" * ("adapter" in side)
         variant += f" quantized by {side['quantization']}" if "quantization" in side else ""
@@ -114,6 +117,18 @@ def _layers(group: dict[str, Any]) -> str:
     keys, values = group["key_dim"], group["value_dim"]
     dims = f"{keys}" if keys == values else f"{keys} (keys) and {values} (values)"
     return f"{group['count']} layers of {group['kv_heads']} kv heads × {dims}, positions: {group['position']}"
+
+
+def _curve_rows(curve: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """What each replay plan keeps, as far as it was measured."""
+    if curve is None:
+        return []
+    lines = [f"measured on {curve['n']} documents, {curve['context_length']:,} tokens"]
+    for point in curve["points"]:
+        own = point["recovery"]
+        figure = f"{own['value']:.3f}  [{own['low']:.3f}, {own['high']:.3f}]"
+        lines.append(f"{point['replay']}: {point['flops_share']:.3f} of native FLOPs, recovery {figure}")
+    return [("plans", lines[0]), *(("", line) for line in lines[1:])]
 
 
 def _fit_rows(report: dict[str, Any]) -> list[tuple[str, str]]:

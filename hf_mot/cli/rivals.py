@@ -38,8 +38,8 @@ def must_refit(args: argparse.Namespace, translator: Any) -> bool:
     if not can_refit(translator):
         raise ValueError(
             f"`--arms` holds no_source, but there is no twin in {args.translator}/no_source, and a twin of a trained "
-            "translator is trained, not fitted. Train one of the same settings with hf-mot train … --config "
-            "source_layers=[], and put it there; or choose --arms without no_source."
+            "translator is trained, not fitted. Train both with hf-mot train … --twin; or choose --arms "
+            "without no_source."
         )
     return True
 
@@ -50,7 +50,7 @@ def load_twin(name: str):
 
     way_out = (
         "Fit again (hf-mot fit writes it), give --fit-text, or choose --arms without no_source. The twin of a trained "
-        "translator is trained (--config source_layers=[]), and put there."
+        "translator is trained with it, by hf-mot train … --twin."
     )
     missing = f"`--arms` holds no_source, but there is no twin in {name}/no_source. {way_out}"
     if not has_twin(name):

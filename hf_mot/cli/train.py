@@ -13,6 +13,7 @@ from hf_mot.cli.fit import describe_file
 
 HELP = "train a translator for two models on text files, or on captured states"
 CHECKPOINTS = "checkpoints"
+TWIN = "no_source"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +70,9 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eval-context", type=int, metavar="C", help="tokens of context where recovery is [256]")
     parser.add_argument("--eval-limit", type=int, metavar="N", help="held-out documents, at most [32]")
     parser.add_argument("--no-source", metavar="DIR", help="twin without source, for the source value")
+    parser.add_argument(
+        "--twin", action="store_true", help=f"first train the twin without source, alike, in DIR/{TWIN}: takes as long"
+    )
     parser.add_argument("--best", metavar="METRIC", help="keep the best checkpoint by loss, recovery or source_value")
     parser.add_argument("--save-steps", type=int, default=50, metavar="N", help="steps between checkpoints [50]")
     parser.add_argument("--report-to", default="none", metavar="NAME", help="also log to tensorboard, … [none]")
@@ -82,6 +86,10 @@ def run(args: argparse.Namespace) -> int:
     # Cheap checks come first: a typo must not cost a download or an hour.
     check_output_file(args.json, "--json")
     _check_out(args)
+    if args.twin:
+        twin = twin_arguments(args)
+        run(twin)
+        args.no_source = twin.out
 
     from hf_mot.data.states import StatesDataset
     from hf_mot.evaluation import save_report
@@ -148,6 +156,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def twin_arguments(args: argparse.Namespace) -> argparse.Namespace:
+    """The same training of a translator without source. Raises `ValueError` if `--init` has none to start from."""
+    twin = argparse.Namespace(**vars(args))
+    twin.out, twin.twin, twin.json, twin.layers = os.path.join(args.out, TWIN), False, None, None
+    if args.no_source is not None:
+        raise ValueError("`--twin` trains the twin that `--no-source` names. Leave one of them out.")
+    if args.init is None:
+        twin.config = [*args.config, "source_layers=[]"]
+    else:
+        twin.init = os.path.join(args.init, TWIN)
+        if not os.path.isdir(twin.init):
+            raise ValueError(
+                f"`--twin` needs a twin to start from, but there is none in {twin.init}. Fit it (hf-mot fit does), "
+                "or leave --twin out."
+            )
+    if args.best == "source_value":
+        twin.best = "recovery"
+    return twin
+
+
 def translator_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The channel window and the config's fields that the command line gives."""
     from hf_mot.configuration_mot import METHODS, PAPER
@@ -211,7 +239,7 @@ def training_arguments(args: argparse.Namespace) -> Any:
     options = {name: value for name, value in options.items() if value is not None}
     if args.best is not None:
         check_choice(args.best, ("loss", "recovery", "source_value"), "--best")
-        if args.eval_text is None or (args.best == "source_value" and args.no_source is None):
+        if args.eval_text is None or (args.best == "source_value" and args.no_source is None and not args.twin):
             needed = "--eval-text" if args.eval_text is None else "--no-source"
             raise ValueError(f"`--best` {args.best} needs `{needed}`, to be measured. Give it, or leave --best out.")
         # A checkpoint can be kept as the best one only if it was measured.
@@ -281,7 +309,8 @@ def _check_out(args: argparse.Namespace) -> None:
     out = Path(args.out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"`--out` must be a folder, but {args.out} is a file. Give another name.")
-    if out.is_dir() and any(out.iterdir()) and not (out / CHECKPOINTS).is_dir():
+    held = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    if held - ({TWIN} if args.twin else set()) and CHECKPOINTS not in held:
         raise ValueError(
             f"`--out` {args.out} is not empty, and holds no checkpoints of a training. Give another folder."
         )

@@ -1,6 +1,7 @@
 """How much of a context's worth a translation keeps: tasks, windows, arms, metrics, verdict, cost, reports."""
 
 from hf_mot.evaluation.arms import ARMS
+from hf_mot.evaluation.curve import default_plans
 from hf_mot.evaluation.gate import Gate
 from hf_mot.evaluation.runner import DEFAULT_ARMS, evaluate, save_report
 from hf_mot.evaluation.store import ResultStore
@@ -13,6 +14,7 @@ __all__ = [
     "Example",
     "Gate",
     "ResultStore",
+    "default_plans",
     "evaluate",
     "load_examples",
     "save_report",

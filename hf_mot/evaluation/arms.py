@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -130,6 +130,21 @@ class Batch:
         return self.translate(self.models.translator, *self.source_reading)
 
     @cached_property
+    def _by_plan(self) -> dict[str, "Batch"]:
+        return {}
+
+    def under(self, plan: str) -> "Batch":
+        """The same contexts, read once, by another replay plan. The last one is kept: its caches are large."""
+        if plan not in self._by_plan:
+            self._by_plan.clear()
+            other = Batch(replace(self.models, replay=plan), self.contexts, self.others)
+            vars(other).update(padded=self.padded)
+            if not ReplayPlan.parse(plan).sparse:  # else the source is listened to anew
+                vars(other).update(source_reading=self.source_reading)
+            self._by_plan[plan] = other
+        return self._by_plan[plan]
+
+    @cached_property
     def source_cache(self) -> TranslatedCache:
         """The source has read the context, and goes on itself."""
         models = self.models
@@ -175,6 +190,7 @@ class Arm:
         needs (`str`, *optional*): What it cannot do without: `"source"`, `"no_source"`, `"identity"` or a baseline.
         flops (`Callable[[Models, int], float]`, *optional*): FLOPs of getting the cache of so many target tokens.
         tasks_only (`bool`, *optional*, defaults to `False`): Whether it has a meaning for questions alone.
+        plan ([`ReplayPlan`], *optional*): A replay plan of its own, instead of the evaluation's.
     """
 
     about: str
@@ -184,6 +200,7 @@ class Arm:
     needs: str | None = None
     flops: Callable[[Models, int], float] | None = None
     tasks_only: bool = False
+    plan: ReplayPlan | None = None
 
 
 def native(batch: Batch) -> TranslatedCache:
@@ -347,6 +364,15 @@ ARMS = {
     "text_handoff": Arm("what the source wrote about the context", text_handoff, needs="source", tasks_only=True),
     "source_alone": Arm("(the source itself answers)", source_alone, needs="source", reader="source", tasks_only=True),
 }
+
+
+def find_arm(name: str) -> Arm:
+    """The arm of that name; with a plan of its own, `"translated@bottom:6"`."""
+    arm, _, plan = name.partition("@")
+    arm = ARMS[arm]
+    if not plan:
+        return arm
+    return replace(arm, cache=lambda batch: arm.cache(batch.under(plan)), plan=ReplayPlan.parse(plan))
 
 
 def continuation_nll(target: PreTrainedModel, cache: Cache, continuation_ids: torch.Tensor) -> torch.Tensor:

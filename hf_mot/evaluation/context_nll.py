@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_mot.evaluation.arms import ARMS, Batch, Models, continuation_nll
+from hf_mot.evaluation.arms import Batch, Models, continuation_nll, find_arm
 from hf_mot.evaluation.measure import digest, measure
 from hf_mot.evaluation.metrics import METRICS, better_by, compare
 from hf_mot.evaluation.similarity import (
@@ -41,7 +41,7 @@ def measure_documents(
     native: dict[tuple[int, ...], list[torch.Tensor]] = {}  # attention outputs of the batch at hand
 
     def score(arm: str, batch: Batch, rows: list[int]) -> list[dict[str, Any]]:
-        cache = ARMS[arm].cache(batch)
+        cache = find_arm(arm).cache(batch)
         with attention_outputs(models.target) as outputs:
             losses = continuation_nll(models.target, cache.fork(), right[rows]).tolist()
         for row, loss in zip(rows, losses, strict=True):
@@ -80,7 +80,7 @@ def measure_documents(
         "scored_tokens": CONTINUATION_TOKENS - 1,
         "n": len(windows),
         "skipped": {reason: count for reason, count in skipped.items() if count},
-        **compare_arms(nll, settings["seed"], clusters),
+        **compare_arms({arm: nll[arm] for arm in nll if find_arm(arm).plan is None}, settings["seed"], clusters),
     }
     if len(set(clusters)) < len(windows):
         figures["n_documents"] = len(set(clusters))

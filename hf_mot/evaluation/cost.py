@@ -1,7 +1,7 @@
 """What a handoff costs beside the target's own prefill: interleaved repeats in one run, medians and spread."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -20,7 +20,7 @@ PROMPT_TOKENS = 32
 
 
 @torch.no_grad()
-def measure_cost(models: Models, window: Window, *, repeats: int = 5) -> dict[str, float]:
+def measure_cost(models: Models, window: Window, *, repeats: int = 5, plans: Sequence[str] = ()) -> dict[str, Any]:
     """
     Times one context on the machine at hand. Absolute times are its own; the ratios are what counts.
 
@@ -28,6 +28,8 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5) -> dict[st
         models (`Models`): The pair and its translator.
         window (`Window`): The context; the first 32 tokens of its continuation are the prompt.
         repeats (`int`, *optional*, defaults to 5): Rounds that count; one more round before them warms up.
+        plans (`Sequence[str]`, *optional*): Replay plans whose handoffs are measured too, in the same rounds, beside
+            that of `models.replay`.
 
     Returns:
         `dict`: Seconds are medians over the rounds.
@@ -44,7 +46,8 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5) -> dict[st
         - `peak_bytes`: growth of memory during a handoff, above the models and the source's cache, the translated
           cache included; on the target's device, if that is CUDA or the CPU (see [`peak_growth`]);
         - `prefill_peak_bytes`: the same during the target's own prefill, its cache included;
-        - `context_length`, `prompt_tokens`, `repeats`: what it was measured with.
+        - `context_length`, `prompt_tokens`, `repeats`: what it was measured with;
+        - `by_plan`: for each of `plans` a dict of its `handoff_s`, `time_ratio`, `flops_ratio` and `peak_bytes`.
     """
     target, translator = models.target, models.translator
     layers = translator.config.source_layers
@@ -55,9 +58,10 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5) -> dict[st
         text_ids, _ = tokenize_with_spans(models.source_tokenizer, window.text)
         source_ids = torch.tensor([[*translator.config.source["prefix_ids"], *text_ids]])
         guide = translator.source_guide(models.source, ReplayPlan.parse(models.replay))
-        source_cache = prefill(models.source, source_ids, guide=guide)
+        widest = max(map(ReplayPlan.parse, (models.replay, *plans)), key=lambda plan: plan.sparse)
+        source_cache = prefill(models.source, source_ids, guide=translator.source_guide(models.source, widest))
 
-    def handoff() -> Cache:
+    def handoff(plan: str = models.replay) -> Cache:
         return translator.translate(
             source_cache,
             source_ids,
@@ -66,7 +70,7 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5) -> dict[st
             target_tokenizer=models.target_tokenizer,
             target_input_ids=target_ids,
             text=window.text,
-            replay=models.replay,
+            replay=plan,
         )
 
     def read_prompt(cache: Cache) -> None:
@@ -79,6 +83,8 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5) -> dict[st
         seconds["handoff"], translated = _timed(models, handoff)
         seconds["native_prompt"], _ = _timed(models, read_prompt, native)
         seconds["translated_prompt"], _ = _timed(models, read_prompt, translated.fork())
+        for plan in plans:
+            seconds[plan], _ = _timed(models, handoff, plan)
         if layers:
             # In turns, since the second of two equal runs finds its weights at hand.
             for name, kept in (("source", None), ("capture", layers))[:: (-1) ** len(rounds)]:
@@ -87,18 +93,24 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5) -> dict[st
         rounds.append(seconds)
     del rounds[0]
 
-    prefill_s = median(seconds["prefill"] for seconds in rounds)
-    handoff_s = median(seconds["handoff"] for seconds in rounds)
-    ratios = [seconds["handoff"] / seconds["prefill"] for seconds in rounds]
+    def of_handoff(name: str, plan: str) -> dict[str, float]:
+        handoff_s = median(seconds[name] for seconds in rounds)
+        ratios = [seconds[name] / seconds["prefill"] for seconds in rounds]
+        peak = peak_growth(lambda: handoff(plan), target.device)
+        return {
+            "handoff_s": handoff_s,
+            "time_ratio": handoff_s / median(seconds["prefill"] for seconds in rounds),
+            "time_ratio_low": min(ratios),
+            "time_ratio_high": max(ratios),
+            "flops_ratio": ReplayPlan.parse(plan).flops_share(translator.config, len(window.context_ids)),
+            **({} if peak is None else {"peak_bytes": peak}),
+        }
+
     cost = {
-        "prefill_s": prefill_s,
-        "handoff_s": handoff_s,
-        "time_ratio": handoff_s / prefill_s,
-        "time_ratio_low": min(ratios),
-        "time_ratio_high": max(ratios),
+        "prefill_s": median(seconds["prefill"] for seconds in rounds),
+        **of_handoff("handoff", models.replay),
         "ttft_native_s": median(seconds["prefill"] + seconds["native_prompt"] for seconds in rounds),
         "ttft_translated_s": median(seconds["handoff"] + seconds["translated_prompt"] for seconds in rounds),
-        "flops_ratio": ReplayPlan.parse(models.replay).flops_share(translator.config, len(window.context_ids)),
         "kv_bytes": translated.kv_bytes,
         "translator_bytes": translator_bytes(translator),
         "context_length": len(window.context_ids),
@@ -107,9 +119,9 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5) -> dict[st
     }
     if layers:
         cost["capture_overhead_s"] = median(seconds["capture"] - seconds["source"] for seconds in rounds)
-    growth = {"peak_bytes": handoff, "prefill_peak_bytes": lambda: prefill(target, target_ids)}
-    growth = {name: peak_growth(work, target.device) for name, work in growth.items()}
-    return cost | {name: peak for name, peak in growth.items() if peak is not None}
+    prefill_peak = peak_growth(lambda: prefill(target, target_ids), target.device)
+    cost |= {} if prefill_peak is None else {"prefill_peak_bytes": prefill_peak}
+    return cost | ({"by_plan": {plan: of_handoff(plan, plan) for plan in plans}} if plans else {})
 
 
 def translator_bytes(translator: torch.nn.Module) -> int:

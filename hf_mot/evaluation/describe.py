@@ -13,6 +13,16 @@ from hf_mot.evaluation.cost import translator_bytes
 from hf_mot.modeling_mot import MoTModel
 
 
+def format_number(value: float | None, digits: int) -> str:
+    """A figure in a table, empty where there is none."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def format_interval(figure: dict[str, float] | None) -> str:
+    """A figure with its interval in a table, empty where there is none."""
+    return "" if figure is None else f"{figure['value']:.2f} [{figure['low']:.2f}, {figure['high']:.2f}]"
+
+
 def describe_pair(translator: MoTModel) -> dict[str, str]:
     """Hub id and revision of both models, or the model type of one that has no id."""
     pair = {}
@@ -85,7 +95,8 @@ def pair_fingerprint(translator: MoTModel) -> str:
 
 def fingerprint(translator: MoTModel) -> str:
     """A short hash of a translator's settings and weights, by which its results are known."""
-    own = type(translator.config).__annotations__.keys() - {"source", "target", "model_type"}
+    # The curve is one of its results.
+    own = type(translator.config).__annotations__.keys() - {"source", "target", "model_type", "replay_curve"}
     settings = {name: getattr(translator.config, name) for name in sorted(own)}
     digest = hashlib.sha256(json.dumps(settings).encode())
     for name, tensor in sorted(translator.state_dict().items()):

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from hf_mot.evaluation.arms import ARMS, Batch, Models
+from hf_mot.evaluation.arms import Batch, Models, find_arm
 from hf_mot.evaluation.store import ResultStore
 
 logger = logging.get_logger(__name__)
@@ -69,7 +69,7 @@ def measure(
     Args:
         part (`str`): What the results belong to.
         items (`Sequence[Item]`): Grouped, in the order in which they are read.
-        arms (`Sequence[str]`): Keys of `ARMS`.
+        arms (`Sequence[str]`): Names of arms, as in `find_arm`.
         models (`Models`): All that the arms may use.
         score (`Callable`): From an arm's name, contexts and the numbers of the items that are judged on its caches of
             these to a result each.
@@ -83,7 +83,7 @@ def measure(
     Raises:
         ValueError, RuntimeError, …: What the last arm crashed with, if none has gone through.
     """
-    needs_other = [arm for arm in arms if ARMS[arm].wrong or arm == "wrong_source"]
+    needs_other = [arm for arm in arms if find_arm(arm).wrong or arm == "wrong_source"]
     shift = partner_shift(items, ", ".join(needs_other)) if needs_other else 0
     failed: dict[str, str] = {}
     done = sum(item.id in store.results(part, arm) for arm in arms for item in items)
@@ -96,7 +96,7 @@ def measure(
             for arm in arms:
                 if arm in failed:
                     continue
-                judged = {row: (row - shift) % len(items) if ARMS[arm].wrong else row for row in contexts}
+                judged = {row: (row - shift) % len(items) if find_arm(arm).wrong else row for row in contexts}
                 known = store.results(part, arm)
                 pending = [row for row in contexts if items[judged[row]].id not in known]
                 if not pending:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from hf_mot.evaluation.answers import greedy_answers, read_on, token_losses
-from hf_mot.evaluation.arms import ARMS, Batch, Models
+from hf_mot.evaluation.arms import Batch, Models, find_arm
 from hf_mot.evaluation.measure import grouped
 from hf_mot.evaluation.metrics import better_by, compare, mean_with_interval
 from hf_mot.evaluation.prompts import Question, cut_to_fit
@@ -16,6 +16,8 @@ from hf_mot.evaluation.scoring import best_of, exact_match, normalize_answer, to
 from hf_mot.evaluation.tasks import Example, Task
 
 CLOSED_SETS = ("likelihood", "generate")
+# Answers that are scored at a time: each takes a copy of its context's cache, and logits over the whole vocabulary.
+ANSWER_ROWS = 16
 
 
 @dataclass
@@ -126,20 +128,19 @@ class Scorer:
     closed_sets: Literal["likelihood", "generate"] = "likelihood"
 
     def __call__(self, arm: str, batch: Batch, rows: list[int]) -> list[dict[str, Any]]:
-        side = ARMS[arm].reader
+        side = find_arm(arm).reader
         model = getattr(self.models, side)
         asked = [self.questions.by_reader[side][row] for row in rows]
-        cache = read_on(model, ARMS[arm].cache(batch), [question.prompt_ids[:-1] for question in asked])
+        cache = read_on(model, find_arm(arm).cache(batch), [question.prompt_ids[:-1] for question in asked])
         last_ids = [question.prompt_ids[-1] for question in asked]
         pairs = [(row, ids) for row, question in enumerate(asked) for ids in question.answer_ids]
-        losses = iter(
-            token_losses(
-                model,
-                cache.rows(torch.tensor([row for row, _ in pairs])),
-                [[last_ids[row], *ids] for row, ids in pairs],
-            )
-        )
-        losses = [[next(losses) for _ in question.answer_ids] for question in asked]
+        losses = []
+        for start in range(0, len(pairs), ANSWER_ROWS):
+            part = pairs[start : start + ANSWER_ROWS]
+            caches = cache.rows(torch.tensor([row for row, _ in part]))
+            losses += token_losses(model, caches, [[last_ids[row], *ids] for row, ids in part])
+        each = iter(losses)
+        losses = [[next(each) for _ in question.answer_ids] for question in asked]
         texts = [None] * len(asked)
         if not self.task.closed or self.closed_sets == "generate":
             tokenizer = getattr(self.models, f"{side}_tokenizer")
@@ -197,7 +198,7 @@ def task_figures(
     items = questions.items
     clusters = [question.group for question in items]
     values = _columns(results, items, task.metric)
-    nll = _columns({arm: rows for arm, rows in results.items() if ARMS[arm].reader == "target"}, items, "nll")
+    nll = _columns({arm: rows for arm, rows in results.items() if find_arm(arm).reader == "target"}, items, "nll")
     figures: dict[str, Any] = {"metric": task.metric, "version": task.version, "n": len(items)}
     counts = {"too_long": questions.too_long, "truncated": questions.truncated}
     if any("answer" in result for rows in results.values() for result in rows.values()):

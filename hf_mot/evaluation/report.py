@@ -9,7 +9,8 @@ from string import Template
 from typing import Any
 
 from hf_mot.evaluation.arms import ARMS
-from hf_mot.evaluation.describe import format_form
+from hf_mot.evaluation.curve_report import CURVE_PLOT, curve_table, curve_words, plot_curve
+from hf_mot.evaluation.describe import format_form, format_interval, format_number
 from hf_mot.evaluation.runner import save_report
 
 PLOT = "recovery_against_cost.png"
@@ -34,7 +35,8 @@ def require_matplotlib() -> None:
 
 def write_report(report: dict[str, Any], folder: str | os.PathLike) -> Path:
     """
-    Writes `report.json`, `report.md`, the plot and `report.html`, which holds the other three's content in itself.
+    Writes `report.json`, `report.md`, the plots (of the curve too, where there is one) and `report.html`, which holds
+    the others' content in itself.
 
     Args:
         report (`dict`): What `evaluate` returned.
@@ -50,10 +52,13 @@ def write_report(report: dict[str, Any], folder: str | os.PathLike) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_report(report, folder / "report.json")
-    drawn = plot_recovery(report, folder / PLOT)
-    (folder / "report.md").write_text(render_markdown(report, PLOT if drawn else None), encoding="utf-8")
+    plots = (
+        PLOT if plot_recovery(report, folder / PLOT) else None,
+        CURVE_PLOT if plot_curve(report, folder / CURVE_PLOT) else None,
+    )
+    (folder / "report.md").write_text(render_markdown(report, *plots), encoding="utf-8")
     page = folder / "report.html"
-    page.write_text(render_page(report, folder / PLOT if drawn else None), encoding="utf-8")
+    page.write_text(render_page(report, *(folder / plot if plot else None for plot in plots)), encoding="utf-8")
     return page
 
 
@@ -76,31 +81,31 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     columns: list[tuple[str, Any]] = []
     if "similarity" in report:
         columns += [
-            ("cos K", lambda arm: _number(report["similarity"].get(arm, {}).get("keys"), 2)),
-            ("cos V", lambda arm: _number(report["similarity"].get(arm, {}).get("values"), 2)),
-            ("cos attention", lambda arm: _number(report["similarity"].get(arm, {}).get("attention"), 2)),
+            ("cos K", lambda arm: format_number(report["similarity"].get(arm, {}).get("keys"), 2)),
+            ("cos V", lambda arm: format_number(report["similarity"].get(arm, {}).get("values"), 2)),
+            ("cos attention", lambda arm: format_number(report["similarity"].get(arm, {}).get("attention"), 2)),
         ]
     if "arms" in report:
         columns += [
-            ("NLL", lambda arm: _number(report["arms"].get(arm, {}).get("nll"), 3)),
-            ("recovery", lambda arm: _interval(report["arms"].get(arm, {}).get("recovery"))),
+            ("NLL", lambda arm: format_number(report["arms"].get(arm, {}).get("nll"), 3)),
+            ("recovery", lambda arm: format_interval(report["arms"].get(arm, {}).get("recovery"))),
         ]
     for names, average in ((closed, "accuracy, mean"), (extractive, "F1, mean")):
         for name in names:
             title = _TITLES.get(name, name)
-            columns.append((title, lambda arm, name=name: _number(tasks[name].get(arm), 3)))
+            columns.append((title, lambda arm, name=name: format_number(tasks[name].get(arm), 3)))
             if name in extractive:
                 recoveries = tasks[name]["answer_nll"].get("recoveries", {})
                 columns.append(
                     (
                         f"{title}, NLL recovery",
-                        lambda arm, own=recoveries: _number((own.get(arm) or {}).get("value"), 2),
+                        lambda arm, own=recoveries: format_number((own.get(arm) or {}).get("value"), 2),
                     )
                 )
         if len(names) > 1:
             columns.append((average, lambda arm, names=names: _mean([tasks[name].get(arm) for name in names])))
     ratios = report.get("flops_ratios", {})
-    columns.append(("FLOPs / native", lambda arm: _number(ratios.get(arm), 3)))
+    columns.append(("FLOPs / native", lambda arm: format_number(ratios.get(arm), 3)))
     rows = [[arm, *(cell(arm) for _, cell in columns)] for arm in measured]
     kept = [0, *(n for n in range(1, len(columns) + 1) if any(row[n] for row in rows))]
     head = ["arm", *(title for title, _ in columns)]
@@ -112,13 +117,14 @@ def plain_words(report: dict[str, Any]) -> list[str]:
     said = []
     if "recovery" in report:
         said.append(
-            f"Of what the context is worth to the target, the translation keeps {_interval(report['recovery'])} "
-            f"({report['n']} windows, {report['context_length']} tokens of context)."
+            "Of what the context is worth to the target, the translation keeps "
+            f"{format_interval(report['recovery'])} ({report['n']} windows, {report['context_length']} tokens of "
+            "context)."
         )
     if "source_value" in report:
         figure = report["source_value"]
         holds = "" if figure["low"] > 0 else " This is not clearly above 0: the source may add nothing."
-        said.append(f"Of what a twin without source leaves open, the source closes {_interval(figure)}.{holds}")
+        said.append(f"Of what a twin without source leaves open, the source closes {format_interval(figure)}.{holds}")
     for control, figure in report.get("better_by", {}).items():
         if control != "no_context":
             clear = "clearly better than" if figure["low"] > 0 else "NOT clearly better than"
@@ -139,6 +145,7 @@ def plain_words(report: dict[str, Any]) -> list[str]:
             )
         if "counts" in task and not task["counts"]:
             said.append(f"{title} counts in no verdict: native and no context are not clearly apart there.")
+    said += curve_words(report)
     if "cost" in report:
         cost = report["cost"]
         slower = "" if cost["time_ratio"] < 1 else " It is no saving of time."
@@ -178,15 +185,24 @@ def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
     return found + ([("command", report["command"])] if "command" in report else [])
 
 
-def render_markdown(report: dict[str, Any], plot: str | None) -> str:
-    """The report as markdown; `plot` is the picture's file beside it."""
-    head, rows = table(report)
+def render_markdown(report: dict[str, Any], plot: str | None, curve_plot: str | None = None) -> str:
+    """The report as markdown; `plot` and `curve_plot` are the pictures' files beside it."""
     lines = [f"# {facts(report)[0][1]}", "", *(f"- {sentence}" for sentence in plain_words(report)), ""]
-    lines += [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
+    lines += _markdown_table(*table(report))
     lines += ["", "In brackets: bootstrap 95 % intervals over documents.", ""]
     lines += [f"![recovery against cost]({plot})", ""] if plot else []
+    if "curve" in report:
+        lines += ["## Replay plans", "", *_markdown_table(*curve_table(report["curve"])), ""]
+    lines += [f"![recovery by plan]({curve_plot})", ""] if curve_plot else []
     return "\n".join([*lines, *(f"- {key}: `{value}`" for key, value in facts(report))]) + "\n"
+
+
+def _markdown_table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return [
+        f"| {' | '.join(head)} |",
+        f"|{' --- |' * len(head)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
 
 
 def plot_recovery(report: dict[str, Any], path: Path) -> bool:
@@ -265,26 +281,30 @@ dt{color:#66788a}dd{margin:0;overflow-wrap:anywhere}.note{color:#66788a;font-siz
 <h1>$title</h1><p class="sub">How much of a context's worth survives the translation of its cache</p>
 $verdict
 <section><h2>In plain words</h2><ul>$words</ul></section>
-<section><h2>All arms</h2><div class="scroll"><table><thead><tr>$head</tr></thead><tbody>$rows</tbody></table></div>
+<section><h2>All arms</h2>$table
 <p class="note">In brackets: bootstrap 95&nbsp;% intervals over documents. Recovery: 1 as if the target had read the
 context itself, 0 as if it had not.</p></section>
 $plot
+$curve
 <section><h2>What the target reads in each arm</h2><dl>$arms</dl></section>
 <section><h2>Measured with</h2><dl>$facts</dl></section>
 </main></body></html>
 """)
 
 
-def render_page(report: dict[str, Any], plot: Path | None) -> str:
-    """The report as one HTML page that needs no other file; `plot` is the picture to put in."""
+def render_page(report: dict[str, Any], plot: Path | None, curve_plot: Path | None = None) -> str:
+    """The report as one HTML page that needs no other file; `plot` and `curve_plot` are the pictures to put in."""
     head, rows = table(report)
     picture = ""
     if plot is not None:
-        data = base64.b64encode(plot.read_bytes()).decode()
-        picture = (
-            '<section><h2>Recovery against cost</h2><img alt="recovery of each arm against its FLOPs" '
-            f'src="data:image/png;base64,{data}"></section>'
-        )
+        image = _image(plot, "recovery of each arm against its FLOPs")
+        picture = f"<section><h2>Recovery against cost</h2>{image}</section>"
+    curve = ""
+    if "curve" in report:
+        curve_head, curve_rows = curve_table(report["curve"])
+        image = "" if curve_plot is None else _image(curve_plot, "recovery by each plan against its FLOPs")
+        own = _html_table(curve_head, curve_rows, report["replay"])
+        curve = f"<section><h2>Replay plans</h2>{own}{image}</section>"
     verdict = ""
     if "gate" in report:
         passed = report["gate"]["passed"]
@@ -293,25 +313,29 @@ def render_page(report: dict[str, Any], plot: Path | None) -> str:
         title=html.escape(facts(report)[0][1]),
         verdict=verdict,
         words="".join(f"<li>{html.escape(sentence)}</li>" for sentence in plain_words(report)),
-        head="".join(f"<th>{html.escape(title)}</th>" for title in head),
-        rows="".join(
-            f'<tr class="{"own" if row[0] == "translated" else ""}">'
-            + "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
-            + "</tr>"
-            for row in rows
-        ),
+        table=_html_table(head, rows, "translated"),
         plot=picture,
+        curve=curve,
         arms="".join(f"<dt>{row[0]}</dt><dd>{html.escape(ARMS[row[0]].about)}</dd>" for row in rows),
         facts="".join(f"<dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd>" for key, value in facts(report)),
     )
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+def _html_table(head: list[str], rows: list[list[str]], marked: str) -> str:
+    """A table; the row that starts with `marked` stands out."""
+    titles = "".join(f"<th>{html.escape(title)}</th>" for title in head)
+    body = "".join(
+        f'<tr class="{"own" if row[0] == marked else ""}">'
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _interval(figure: dict[str, float] | None) -> str:
-    return "" if figure is None else f"{figure['value']:.2f} [{figure['low']:.2f}, {figure['high']:.2f}]"
+def _image(path: Path, text: str) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<img alt="{text}" src="data:image/png;base64,{data}">'
 
 
 def _mean(values: list[float | None]) -> str:

@@ -12,9 +12,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_mot.data import iterate_documents
-from hf_mot.evaluation.arms import ARMS, Baseline, Models
+from hf_mot.evaluation.arms import ARMS, Baseline, Models, find_arm
 from hf_mot.evaluation.context_nll import CONTEXT_NLL, measure_documents
 from hf_mot.evaluation.cost import measure_cost
+from hf_mot.evaluation.curve import NEEDED_ARMS, check_plans, columns_of, curve_points, planned_arms
 from hf_mot.evaluation.describe import describe_pair, describe_translator, fingerprint, pair_fingerprint
 from hf_mot.evaluation.gate import GATE_ARMS, Gate, judge
 from hf_mot.evaluation.measure import digest, grouped, measure
@@ -25,6 +26,7 @@ from hf_mot.evaluation.store import ResultStore
 from hf_mot.evaluation.tasks import TASKS, Example, find_task
 from hf_mot.evaluation.windows import Window, check_context_length, cut_windows
 from hf_mot.modeling_mot import MoTModel
+from hf_mot.replay_mot import ReplayPlan
 from hf_mot.versions import versions
 
 DEFAULT_ARMS = ("native", "no_context", "translated", "wrong_document")
@@ -43,12 +45,13 @@ def check_settings(
     replay: str | None = None,
     cost_context_length: int | None = None,
     gate: Gate | None = None,
+    curve: Sequence[str] | None = None,
 ) -> list[str]:
     """
     What can be checked before a model is loaded. Arguments as in [`evaluate`].
 
     Returns:
-        `list[str]`: The arms to run, each once, and those that content recovery and the gate need.
+        `list[str]`: The arms to run, each once, and those that content recovery, the gate and the curve need.
 
     Raises:
         ValueError: On an unknown arm, task or plan, or a bad `context_length`, `limit` or `batch_size`.
@@ -62,7 +65,6 @@ def check_settings(
             raise ValueError(f"`arms` holds {arm!r}, which is no arm. {hint}Choose from {', '.join(ARMS)}.")
     for name in tasks:
         find_task(name)
-    translator.plan(replay)
     for length in (context_length, cost_context_length):
         if length is not None:
             check_context_length(length, translator.target_geometry.max_positions)
@@ -70,9 +72,13 @@ def check_settings(
         raise ValueError(f"`limit` must be at least 1 document, or None for all, got {limit}.")
     if batch_size < 1:
         raise ValueError(f"`batch_size` must be at least 1 document, got {batch_size}.")
-    arms = [*arms, *(GATE_ARMS if gate is not None else ())]
+    replay = str(translator.plan(replay, context_length))
+    arms = [*arms, *(GATE_ARMS if gate is not None else ()), *(NEEDED_ARMS if curve is not None else ())]
     helper = ["native_wrong_document"] if "wrong_document" in arms else []
-    return list(dict.fromkeys([*arms, *helper]))
+    arms = list(dict.fromkeys([*arms, *helper]))
+    if curve is not None:
+        arms += planned_arms(arms, check_plans(translator, curve, context_length, replay), replay)
+    return arms
 
 
 @torch.no_grad()
@@ -93,6 +99,7 @@ def evaluate(
     batch_size: int = 4,
     seed: int = 0,
     replay: str | None = None,
+    curve: Sequence[str] | None = None,
     prompt_style: str = "auto",
     closed_sets: str = "likelihood",
     truncate: bool = False,
@@ -126,7 +133,11 @@ def evaluate(
         limit (`int`, *optional*): Number of windows, and of questions a task; all that fit by default.
         batch_size (`int`, *optional*, defaults to 4): Contexts per forward; changes nothing but speed and memory.
         seed (`int`, *optional*, defaults to 0): Seed of the order of documents and questions and of the bootstrap.
-        replay (`str`, *optional*): What the target recomputes; by default what the translator was made for.
+        replay (`str`, *optional*): What the target recomputes; by default what the translator was made for. `"auto"`
+            is one plan for all contexts, the one for `context_length`.
+        curve (`Sequence[str]`, *optional*): Replay plans that are measured too, as `default_plans` gives them: the
+            translation by each, and its wrong document and its twin where these are among `arms`. All else is measured
+            once for all of them, and each context read once by the source.
         prompt_style (`str`, *optional*, defaults to `"auto"`): `"chat"`, `"plain"`, or chat where a tokenizer has a
             chat template.
         closed_sets (`str`, *optional*, defaults to `"likelihood"`): How a choice is made: the likeliest one, or the
@@ -145,7 +156,7 @@ def evaluate(
 
     Returns:
         `dict`: Ready for JSON. What was not measured is absent; `notes` says why where it could be expected, and
-        `missing` what an arm crashed with.
+        `missing` what an arm crashed with. `curve` is as [`curve_points`] says, by cost.
 
     Raises:
         ValueError: On an unknown arm, task or plan, a bad `context_length`, `limit` or `batch_size`, a missing twin or
@@ -167,14 +178,16 @@ def evaluate(
         replay=replay,
         cost_context_length=cost_context_length,
         gate=gate,
+        curve=curve,
     )
-    replay = str(translator.plan(replay))
+    replay = str(translator.plan(replay, context_length))
+    plans = [] if curve is None else check_plans(translator, curve, context_length, replay)
     check_models(arms, translator, no_source, source, target, baselines or {})
     prefix_ids = list(translator.config.target["prefix_ids"])
     prompters = {}
     if tasks:
         prompters["target"] = Prompter.of(target_tokenizer, prefix_ids, prompt_style)
-        if source is not None and any(ARMS[arm].tasks_only for arm in arms):
+        if source is not None and any(find_arm(arm).tasks_only for arm in arms):
             own_prefix = translator.config.source["prefix_ids"]
             style = "plain" if source_tokenizer.chat_template is None else prompt_style
             prompters["source"] = Prompter.of(source_tokenizer, own_prefix, style)
@@ -186,7 +199,7 @@ def evaluate(
         translator=translator,
         no_source=no_source,
         identity=MoTModel.identity(target, target_tokenizer).eval()
-        if any(ARMS[arm].needs == "identity" for arm in arms)
+        if any(find_arm(arm).needs == "identity" for arm in arms)
         else None,
         prefix_ids=prefix_ids,
         replay=replay,
@@ -210,6 +223,7 @@ def evaluate(
     }
     tested: dict[str, dict[str, str]] = {}
     missing: dict[str, dict[str, str]] = {}
+    by_plan: dict[str, dict[str, dict[str, Any]]] = {}  # the figures of tasks, by task and plan
     cost_window = None
     if documents is not None:
         documents = list(iterate_documents(documents))
@@ -227,7 +241,7 @@ def evaluate(
         if cost and cost_context_length not in (None, context_length):
             cost_window = _joined_window(documents, target_tokenizer, prefix_ids, cost_context_length)
         tested[CONTEXT_NLL] = {str(window.document): documents[window.document] for window in found.windows}
-        own_arms = [arm for arm in arms if not ARMS[arm].tasks_only]
+        own_arms = [arm for arm in arms if not find_arm(arm).tasks_only]
         figures, failed = measure_documents(
             models, found, own_arms, store, {**settings, "context_length": context_length}, batch_size, progress
         )
@@ -240,7 +254,8 @@ def evaluate(
         tested[name] = {question.id: question.example.context for question in questions.items}
         cost_window = cost_window or _window(questions.items[0])
         figures, failed = _task(models, name, questions, own_arms, store, settings, closed_sets, batch_size, progress)
-        report.setdefault("tasks", {})[name] = figures
+        report.setdefault("tasks", {})[name] = figures[replay]
+        by_plan[name] = figures
         missing |= {name: failed} if failed else {}
     if missing:
         report["missing"] = missing
@@ -251,25 +266,49 @@ def evaluate(
     length = len(cost_window.context_ids)
     native = ARMS["native"].flops(models, length)
     report["flops_ratios"] = {
-        arm: ARMS[arm].flops(models, length) / native for arm in arms if ARMS[arm].flops is not None
+        arm: ARMS[arm].flops(models, length) / native for arm in arms if arm in ARMS and ARMS[arm].flops is not None
     }
+    costs: dict[str, dict[str, float]] = {}
     if cost:
-        report["cost"] = measure_cost(models, cost_window)
+        own = [plan for plan in plans if ReplayPlan.parse(plan).tokens <= length - len(prefix_ids)]
+        report["cost"] = measure_cost(models, cost_window, plans=own)
+        costs = report["cost"].pop("by_plan", {})
+    if plans:
+        length = report.get("context_length", length)
+        shares = {plan: ReplayPlan.parse(plan).flops_share(translator.config, length) for plan in plans}
+        report["curve"] = curve_points(report, shares, by_plan, costs)
     report["versions"] = versions()
     return report
 
 
 def _task(models, name, questions, arms, store, settings, closed_sets, batch_size, progress):
-    """The report's part on one task, and the arms that crashed."""
+    """The report's part on one task by each plan, the evaluation's own first, and the arms that crashed."""
     task, style = TASKS[name], models.prompters["target"].style
     own = {"version": task.version, "prompt": style, "items": digest(questions.items)}
     own |= {"closed_sets": closed_sets} if task.closed else {}
+    # A plan of more tokens than the shortest context has would crash at it, when all others are done.
+    shortest = min(len(question.context_ids) for question in questions.items) - len(models.prefix_ids)
+    plans = {arm: find_arm(arm).plan for arm in arms}
+    short = {
+        arm: f"`replay` {plan} runs more tokens than the {shortest} of the shortest context"
+        for arm, plan in plans.items()
+        if plan and plan.tokens > shortest
+    }
+    arms = [arm for arm in arms if arm not in short]
     store.open(name, {**settings, **own}, arms)
     scorer = Scorer(task, models, questions, closed_sets)
     failed = measure(name, questions.items, arms, models, scorer, store, batch_size=batch_size, progress=progress)
     results = {arm: store.results(name, arm) for arm in arms if arm not in failed}
-    figures = task_figures(task, questions, results, settings["seed"])
-    return {"prompt": style, **figures}, failed
+    replay = settings["replay"]
+    by_plan = {replay: {arm: rows for arm, rows in results.items() if plans[arm] is None}}
+    for plan in filter(None, plans.values()):
+        if "translated" in (rows := columns_of(results, str(plan), replay)):
+            by_plan[str(plan)] = rows
+    figures = {
+        plan: {"prompt": style, **task_figures(task, questions, rows, settings["seed"])}
+        for plan, rows in by_plan.items()
+    }
+    return figures, failed | short
 
 
 def _overlap(tested: dict[str, dict[str, str]], fit_corpus: Iterable[str]) -> dict[str, Any]:
@@ -290,7 +329,7 @@ def _overlap(tested: dict[str, dict[str, str]], fit_corpus: Iterable[str]) -> di
 def check_models(arms, translator, no_source, source, target, baselines) -> None:
     """Refuses arms that lack what they need, a missing source, and models in training mode."""
     for arm in arms:
-        needs = ARMS[arm].needs
+        needs = find_arm(arm).needs
         if needs == "no_source" and no_source is None:
             raise ValueError(
                 "`no_source` is None, but the arm no_source needs the translator's twin. Pass the one that the fit "
@@ -338,8 +377,11 @@ def save_report(report: dict[str, Any], path: str | os.PathLike) -> None:
         report (`dict`): What `evaluate` returned.
         path (`str` or `os.PathLike`): The file to write; its folder must exist.
     """
-    path = Path(path)
-    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_whole(json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n", Path(path))
+
+
+def write_whole(text: str, path: Path) -> None:
+    """Writes a file whole or not at all."""
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

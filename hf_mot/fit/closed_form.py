@@ -24,7 +24,7 @@ from .pair import SAMPLE_TOKENS, Pair, held_out_rows, pair_windows
 from .ranks import Budget
 from .solve import LinearMap, choose_ridge, solve
 from .statistics import Moments
-from .weights import channel_weights
+from .weights import channel_weights, output_blocks
 from .windows import Window, batched
 
 DEFAULT_RANK = 1024
@@ -260,20 +260,29 @@ def _solve_one(pair, moments: Moments, held_x, held_y, config: MoTConfig, rank, 
 
 
 def build_translator(config: MoTConfig, solution: LinearMap) -> MoTModel:
-    """A translator with the weights of a closed-form solution."""
+    """A translator with the weights of a closed-form solution; of a low rank, each piece in units of how much of it
+    varies with what is read."""
     model = MoTModel(config)
     module = model.translator
+    up, bias = solution.up, solution.bias
+    if up is not None:
+        pieces = up.square().sum(0).split(output_blocks(model.target_geometry))
+        scale = torch.cat([piece.mean().sqrt().clamp(min=1e-6).expand_as(piece) for piece in pieces])
+        up, bias = up / scale, (bias + solution.center @ up) / scale
     source_dim = 0 if module.source_in is None else module.source_in.in_features
     with torch.no_grad():
         if module.source_in is not None:
             module.source_in.weight.copy_(solution.down[:source_dim].T)
         if module.embedding_in is not None:
             module.embedding_in.weight.copy_(solution.down[source_dim:].T)
+        if up is not None:
+            module.center.copy_(solution.center)
+            module.scale.copy_(scale)
         if solution.piece_ranks is not None:
-            module.up.load(solution.up.T)
-        elif solution.up is not None:
-            module.up.weight.copy_(solution.up.T)
-        module.bias.copy_(solution.bias)
+            module.up.load(up.T)
+        elif up is not None:
+            module.up.weight.copy_(up.T)
+        module.bias.copy_(bias)
     return model.eval()
 
 

@@ -24,7 +24,7 @@ class Budget:
     What the two projections of a translator may cost.
 
     Args:
-        weights (`int`): Weights of both; the bias, and what key norms have, left out.
+        weights (`int`): Weights of both; gains and biases of channels, and what key norms have, left out.
         widths (`list[int]`): Channels of each piece.
     """
 
@@ -38,7 +38,8 @@ class Budget:
 
         Args:
             geometry ([`ModelGeometry`]): The target's.
-            max_parameters (`int`, *optional*): Parameters in all, the bias and the gains of key norms included.
+            max_parameters (`int`, *optional*): Parameters in all, the gains and biases of channels and the gains of
+                key norms included.
             flops_share (`float`, *optional*): FLOPs as a share of the target's own prefill, at 1,024 tokens.
 
         Raises:
@@ -50,7 +51,7 @@ class Budget:
         widths, limits = output_blocks(geometry), []
         if max_parameters is not None:
             gains = sum(layer.kv_heads for layer in geometry.layers)
-            limits.append(max_parameters - sum(widths) - gains)
+            limits.append(max_parameters - 2 * sum(widths) - gains)
         if flops_share is not None:
             limits.append(int(flops_share * native_flops(geometry, BUDGET_CONTEXT) / (2 * BUDGET_CONTEXT)))
         return cls(min(limits), widths) if limits else None

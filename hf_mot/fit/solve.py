@@ -19,12 +19,14 @@ _POWER_ITERATIONS = 2
 @dataclass
 class LinearMap:
     """`y = x @ down @ up + bias` in the models' own units; `up` is `None` for a full-rank map. With `piece_ranks`, the
-    rows of `up` that a piece does not read are 0."""
+    rows of `up` that a piece does not read are 0. `center`: the mean of `x @ down`, whose channels have a variance of
+    1."""
 
     down: torch.Tensor
     up: torch.Tensor | None
     bias: torch.Tensor
     piece_ranks: list[int] | None = None
+    center: torch.Tensor | None = None
 
 
 def output_sketch(outputs: int, seed: int) -> torch.Tensor:
@@ -84,7 +86,8 @@ def solve(moments: Moments, ridge: float, rank: int | None, seed: int, budget: B
         down = down * moments.y_scale
         return LinearMap(down, None, moments.y_mean - moments.x_mean @ down)
     up = up * moments.y_scale
-    return LinearMap(down, up, moments.y_mean - moments.x_mean @ down @ up, piece_ranks)
+    center = moments.x_mean @ down
+    return LinearMap(down, up, moments.y_mean - center @ up, piece_ranks, center)
 
 
 def _factor(moments: Moments, ridge: float) -> torch.Tensor:

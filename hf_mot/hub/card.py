@@ -3,6 +3,7 @@
 from typing import Any
 
 from hf_mot.configuration_mot import MoTConfig
+from hf_mot.evaluation.curve_report import curve_table
 from hf_mot.evaluation.describe import describe_form, format_rank
 from hf_mot.evaluation.gate import CONTROLS
 from hf_mot.hub.handwriting import compose
@@ -74,6 +75,7 @@ def render_card(config: MoTConfig, fit_report: dict[str, Any], repo_id: str = ".
     parts = [
         *_opening(source, target, repo_id),
         *_figures(evaluation),
+        *_curve(config, evaluation),
         *_tasks(evaluation),
         *_gate(evaluation),
         *_cost(evaluation),
@@ -155,6 +157,28 @@ def _figures(evaluation: dict[str, Any]) -> list[str]:
         "\n".join(rows),
         "\n".join(meanings + notes),
     ]
+
+
+def _curve(config: MoTConfig, evaluation: dict[str, Any]) -> list[str]:
+    """What is kept by each replay plan: all that the last evaluation says of it, or what the config has kept."""
+    kept = config.replay_curve or {}
+    points, facts = evaluation.get("curve"), evaluation
+    if points is None:
+        points, facts = kept.get("points", []), kept
+    if not points:
+        return []
+    head, rows = curve_table(points)
+    measured = [f"{facts['n']} documents"] if "n" in facts else []
+    measured += [f"{facts['context_length']} tokens of context"] if "context_length" in facts else []
+    said = [
+        "What the target computes itself of the context, as a share of its own prefill's FLOPs (the translator "
+        f"included), and what is kept{' (' + ', '.join(measured) + ')' if measured else ''}."
+    ]
+    if kept:
+        said.append('`replay="auto:0.25"` takes the best plan within that share of FLOPs.')
+    table = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    table += [f"| `{row[0]}` | {' | '.join(row[1:])} |" for row in rows]
+    return ["## Replay plans", " ".join(said), "\n".join(table)]
 
 
 def _tasks(evaluation: dict[str, Any]) -> list[str]:

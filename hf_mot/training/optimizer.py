@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 # What a closed-form fit gives of a `ReducedRankTranslator`, whose refinement may have weights of the same names.
-LINEAR_PATH = re.compile(r"(source_in|embedding_in|up|up\.by_rank\.\d+)\.weight|bias")
+LINEAR_PATH = re.compile(r"(source_in|embedding_in|up|up\.by_rank\.\d+)\.weight")
 
 
 def linear_path(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The weights of the linear path, wherever the translator holds it."""
+    """The projections of the linear path, wherever the translator holds it."""
     for module in model.modules():
         # By name: a translator that was loaded as remote code has classes of its own.
         if type(module).__name__ == "ReducedRankTranslator":

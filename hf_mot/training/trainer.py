@@ -15,6 +15,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from hf_mot.contract_mot import check_model, check_tokenizer
 from hf_mot.data.states import StatesDataset
 from hf_mot.modeling_mot import MoTModel
+from hf_mot.replay_auto_mot import is_auto
 
 from .arguments import MoTTrainingArguments
 from .checkpoints import check_checkpoint, last_checkpoint
@@ -104,8 +105,10 @@ class MoTTrainer(Trainer):
         if not mot.injected_layers(plan):
             raise ValueError(f"`replay` {plan} runs every layer natively: nothing is left to train. Run fewer layers.")
         self.native_tokens = len(mot.config.target["prefix_ids"]) + plan.tokens
-        if args.replay is not None:  # what it is trained for is what it takes where none is given
+        # What it is trained for is what it takes where none is given.
+        if args.replay is not None or is_auto(mot.config.replay):
             mot.config.replay = str(plan)
+        mot.config.replay_curve = None  # of the weights as they were
         self.comparison = Comparison(
             source,
             target,
@@ -191,6 +194,10 @@ class MoTTrainer(Trainer):
             set_linear_learning_rate(optimizer, self.model if model is None else model, self.args.linear_learning_rate)
         return optimizer
 
+    def get_decay_parameter_names(self, model) -> list[str]:
+        """As in the Trainer; a gain does not decay towards 0."""
+        return [name for name in super().get_decay_parameter_names(model) if not name.endswith("gain")]
+
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
         """As in the Trainer, with each loss and, where there are `eval_documents`, recovery and source value."""
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
@@ -200,6 +207,12 @@ class MoTTrainer(Trainer):
             measured = [self.context_evaluation(self.translator) if self.is_world_process_zero() else None]
             figures |= broadcast_object_list(measured)[0]
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        best = self.args.metric_for_best_model
+        if best in ("recovery", "source_value") and f"{metric_key_prefix}_{best}" not in output.metrics:
+            raise ValueError(
+                f"`metric_for_best_model` is {best}, which these documents do not define: the target predicts them no "
+                "better than its control does. Evaluate on others, or take loss."
+            )
         return output
 
     def log(self, logs, start_time=None):
