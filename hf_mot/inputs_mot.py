@@ -13,10 +13,11 @@ from torch import nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .alignment_mot import Alignment, align, tokenize_with_spans
-from .capture_mot import prefill, read_cache
+from .capture_mot import PrefilledCache, prefill, read_cache
 from .configuration_mot import MoTConfig
 from .contract_mot import check_model, check_tokenizer
 from .geometry_mot import ModelGeometry
+from .guidance_mot import Guidance, Guide, guide_target
 from .rows_mot import check_rows, left_pad, unpad
 
 
@@ -29,12 +30,15 @@ class TranslationInputs:
         source_states (`torch.Tensor` or `None`): `[batch, target_seq, source width]`.
         embeddings (`torch.Tensor` or `None`): `[batch, target_seq, embedding_window * dim]`.
         target_ids, target_mask (`torch.Tensor`): The target's rows `[batch, target_seq]`, left-padded, prefix first.
+        guidance (`dict[int, torch.Tensor]`, *optional*): By target layer, where the source has looked, in the target's
+            slots, `[batch, target_seq, size]`, for plan sparse.
     """
 
     source_states: torch.Tensor | None
     embeddings: torch.Tensor | None
     target_ids: torch.Tensor
     target_mask: torch.Tensor
+    guidance: dict[int, torch.Tensor] | None = None
 
     def to(self, weight: torch.Tensor | None) -> "TranslationInputs":
         """The same, what is computed with on the device and in the dtype of a translator's weight, if it has one."""
@@ -52,7 +56,8 @@ def read_source(
     source_tokenizer: PreTrainedTokenizerBase | None,
     allow_variant: bool = False,
     layers: Sequence[int] | None = None,
-) -> tuple[Cache | None, torch.Tensor | None, torch.Tensor | None]:
+    guide: Guide | None = None,
+) -> tuple[PrefilledCache | None, torch.Tensor | None, torch.Tensor | None]:
     """
     The source reads contexts itself.
 
@@ -62,6 +67,7 @@ def read_source(
         source, source_tokenizer: The source model and its fast tokenizer.
         allow_variant (`bool`, *optional*, defaults to `False`): As in [`check_model`].
         layers (`Sequence[int]`, *optional*): The layers to keep, by default those that are read.
+        guide ([`Guide`], *optional*): What of the source's attention is kept, as the cache's `guidance`.
 
     Returns:
         `tuple`: Its cache, ids and mask, left-padded, its prefix first; all `None` for a translator without source.
@@ -80,7 +86,7 @@ def read_source(
     prefix_ids = config.source["prefix_ids"]
     ids, mask = left_pad([prefix_ids + tokenize_with_spans(source_tokenizer, text)[0] for text in texts])
     check_length("source", ids.shape[1], ModelGeometry.from_dict(config.source["geometry"]))
-    return prefill(source, ids, mask, config.source_layers if layers is None else layers), ids, mask
+    return prefill(source, ids, mask, config.source_layers if layers is None else layers, guide), ids, mask
 
 
 def prepare_inputs(
@@ -95,6 +101,7 @@ def prepare_inputs(
     target_input_ids: torch.Tensor | None = None,
     target_attention_mask: torch.Tensor | None = None,
     text: str | Sequence[str] | None = None,
+    guidance: Guidance | None = None,
     allow_variant: bool = False,
 ) -> TranslationInputs:
     """Checks the pair, aligns both tokenizations and gathers what a translator with this `config` reads. Other
@@ -126,18 +133,24 @@ def prepare_inputs(
         aligned = _unaligned(target_tokenizer, texts, given)
     target_ids, target_mask = left_pad([prefix + row.target_ids for row in aligned])
     check_length("target", target_ids.shape[1], ModelGeometry.from_dict(config.target["geometry"]))
+    guided = None
     if states is not None:
         first = source_mask.long().argmax(dim=1).tolist()  # what the target's prefix is beside
         slots, _ = left_pad(
             [[slot] * len(prefix) + row.source_index for slot, row in zip(first, aligned, strict=True)]
         )
+        if guidance is None and isinstance(source_cache, PrefilledCache):
+            guidance = source_cache.guidance
+        if guidance is not None:
+            depths = (len(side["geometry"]["layers"]) for side in (config.source, config.target))
+            guided = guide_target(guidance, source_mask, slots.masked_fill(target_mask == 0, -1), *depths)
         states = states.gather(1, slots.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))
     embeddings = None
     if config.embedding_window:
         table = target.get_input_embeddings()
         own = table(target_ids.to(table.weight.device))
         embeddings = embedding_window(own, target_mask.to(own.device), config.embedding_window)
-    return TranslationInputs(states, embeddings, target_ids, target_mask)
+    return TranslationInputs(states, embeddings, target_ids, target_mask, guided)
 
 
 def _without_prefix(

@@ -13,14 +13,18 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
 from .cache_mot import TranslatedCache
-from .capture_mot import split_layers
+from .capture_mot import prefill, split_layers
 from .configuration_mot import MoTConfig
+from .contract_mot import check_model
 from .generation_mot import attach
+from .guidance_mot import Guidance, Guide
 from .inputs_mot import TranslationInputs, prepare_inputs, read_source, shortest_context
 from .pretrained_mot import MoTPreTrainedModel
 from .replay_auto_mot import choose_plan, is_auto
 from .replay_mot import ReplayPlan
 from .replay_run_mot import replay
+from .rows_mot import check_rows
+from .sparse_mot import sparse_way
 from .translators_mot import build_translator
 from .translators_norm_mot import KeyNorm
 
@@ -61,12 +65,16 @@ class MoTModel(MoTPreTrainedModel):
             self.key_norms[str(layer_idx)] = KeyNorm(layer.kv_heads, layer.key_dim)
         self.post_init()
 
-    def plan(self, replay: str | ReplayPlan | None = None, context_length: int | None = None) -> ReplayPlan:
+    def plan(
+        self, replay: str | ReplayPlan | None = None, context_length: int | None = None, guided: bool = True
+    ) -> ReplayPlan:
         """The replay plan of that name, by default the one of the config, over the layers that are translated;
-        `"auto"` is chosen for a context of `context_length` target tokens, see [`choose_plan`]. Raises `ValueError`
-        for an unknown one, one that this translator gives too few layers for, or where there is none to choose."""
+        `"auto"` is chosen for a context of `context_length` target tokens, whose source is `guided` to look or not,
+        see [`choose_plan`]. Raises `ValueError` for an unknown one, one that this translator gives too few layers for
+        or has no source for, or where there is none to choose."""
         replay = self.config.replay if replay is None else replay
-        plan = choose_plan(replay, self.config, context_length) if is_auto(replay) else ReplayPlan.parse(replay)
+        automatic = is_auto(replay)
+        plan = choose_plan(replay, self.config, context_length, guided) if automatic else ReplayPlan.parse(replay)
         layers = self.injected_layers(plan)
         if plan.kind == "none" or len(layers) == len(self.target_geometry.layers):
             return plan
@@ -74,7 +82,13 @@ class MoTModel(MoTPreTrainedModel):
 
     def injected_layers(self, plan: str | ReplayPlan) -> range:
         """The target layers whose states are translated by a plan. Raises `ValueError` as [`plan`]."""
-        return ReplayPlan.parse(plan).layers(self.target_layers, len(self.target_geometry.layers))
+        plan = ReplayPlan.parse(plan)
+        if plan.sparse and not self.config.source_layers:
+            raise ValueError(
+                f"`replay` {plan} looks where the source has looked, but this translator reads no source. Pass "
+                f"replay='{plan.unguided}'."
+            )
+        return plan.layers(self.target_layers, len(self.target_geometry.layers))
 
     @torch.no_grad()
     def translate(
@@ -90,6 +104,7 @@ class MoTModel(MoTPreTrainedModel):
         target_attention_mask: torch.Tensor | None = None,
         text: str | Sequence[str] | None = None,
         replay: str | ReplayPlan | None = None,
+        guidance: Guidance | None = None,
         allow_variant: bool = False,
     ) -> TranslatedCache:
         """
@@ -109,9 +124,12 @@ class MoTModel(MoTPreTrainedModel):
             target_attention_mask (`torch.Tensor`, *optional*): Mask of left-padded `target_input_ids`.
             text (`str` or list of `str`, *optional*): The context's text; by default the decoded source ids.
             replay (`str` or [`ReplayPlan`], *optional*): What the target computes itself: `"none"`, `"full"`,
-                `"bottom:6"` (its first layers), `"tokens:32"` (the last tokens), `"bottom:6+tokens:32"`; by default
-                what the translator was made for, `config.replay`. `"auto:0.25"` (of native FLOPs) or
-                `"auto:recovery=0.9"` chooses by the translator's measured curve, see [`choose_plan`].
+                `"sparse:128"` (as `"full"`, but that it looks where the source has looked most), `"bottom:6"` (its
+                first layers), `"tokens:32"` (the last tokens), `"bottom:6+tokens:32"`; by default what the translator
+                was made for, `config.replay`. `"auto:0.25"` (of native FLOPs) or `"auto:recovery=0.9"` chooses by the
+                translator's measured curve, see [`choose_plan`].
+            guidance ([`Guidance`], *optional*): Where the source has looked, as [`guide`] tells, for `"sparse:128"`: a
+                ready cache does not tell. By default what came with a cache of [`read_source`].
             allow_variant (`bool`, *optional*, defaults to `False`): Accepts a source or target that is the
                 translator's with another PEFT adapter or quantization.
 
@@ -121,7 +139,8 @@ class MoTModel(MoTPreTrainedModel):
         Raises:
             `ValueError`: a model, tokenizer or cache that is not the pair's, a cache that lost keys or holds NaN or
                 mixed dtypes, an empty context, more context than the target's positions, an unknown plan or one that
-                asks for more layers or tokens than there are, or none that `"auto"` could choose.
+                asks for more layers or tokens than there are, plan sparse without guidance, or no plan that `"auto"`
+                could choose.
         """
         inputs = self.prepare(
             source_cache,
@@ -133,9 +152,10 @@ class MoTModel(MoTPreTrainedModel):
             target_input_ids=target_input_ids,
             target_attention_mask=target_attention_mask,
             text=text,
+            guidance=guidance,
             allow_variant=allow_variant,
         )
-        plan = self.plan(replay, int(inputs.target_mask.sum(dim=1).min()))
+        plan = self.plan(replay, int(inputs.target_mask.sum(dim=1).min()), guided=inputs.guidance is not None)
         cache = self.assemble(self.run(inputs, plan), inputs, target, plan)
         if allow_variant:
             cache.contract = None
@@ -163,7 +183,9 @@ class MoTModel(MoTPreTrainedModel):
         if texts and is_auto(self.config.replay if replay is None else replay):
             shortest = shortest_context(self.config, texts, target_tokenizer)
         plan = self.plan(replay, shortest)
-        cache, source_ids, source_mask = self.read_source(texts, source, source_tokenizer, allow_variant)
+        if plan.sparse:
+            sparse_way(target)  # refuses a target that cannot, before the source reads
+        cache, source_ids, source_mask = self.read_source(texts, source, source_tokenizer, allow_variant, plan=plan)
         return self.translate(
             cache,
             source_ids,
@@ -177,9 +199,48 @@ class MoTModel(MoTPreTrainedModel):
             **kwargs,
         )
 
-    def read_source(self, texts, source, source_tokenizer, allow_variant=False, layers=None):
-        """The source's own prefill of `texts`: its cache, ids and mask, see [`inputs_mot.read_source`]."""
-        return read_source(self.config, texts, source, source_tokenizer, allow_variant, layers)
+    def read_source(self, texts, source, source_tokenizer, allow_variant=False, layers=None, plan=None):
+        """The source's own prefill of `texts`: its cache, ids and mask, see [`inputs_mot.read_source`]. `plan`: what
+        the cache's `guidance` is recorded for, if it needs one."""
+        guide = None if plan is None else self.source_guide(plan)
+        return read_source(self.config, texts, source, source_tokenizer, allow_variant, layers, guide)
+
+    def source_guide(self, plan: ReplayPlan) -> Guide | None:
+        """What a plan has to know of where the source looks, if anything."""
+        both = (self.source_geometry, self.target_geometry)
+        return plan.guide(*(geometry.windows or [None] * len(geometry.layers) for geometry in both))
+
+    def guide(
+        self,
+        source: PreTrainedModel,
+        source_input_ids: torch.Tensor,
+        source_attention_mask: torch.Tensor | None = None,
+        replay: str | ReplayPlan | None = None,
+        allow_variant: bool = False,
+    ) -> Guidance:
+        """
+        Where the source looks, which a ready cache does not tell and plan sparse needs. Runs the source over the
+        context as far up as that takes; [`handoff`] finds it in passing.
+
+        Args:
+            source (`PreTrainedModel`): The source model.
+            source_input_ids (`torch.Tensor`): The ids of the cache that is to be translated, `[batch, seq]`.
+            source_attention_mask (`torch.Tensor`, *optional*): 0 on the pads of padded rows.
+            replay (`str` or [`ReplayPlan`], *optional*): The plan, `"sparse:128"` for one.
+            allow_variant (`bool`, *optional*, defaults to `False`): As in [`translate`].
+
+        Returns:
+            [`Guidance`], for `translate(..., guidance=…, replay=…)`.
+
+        Raises:
+            `ValueError`: a plan that is not sparse, or a source that is not the translator's or shows no attention.
+        """
+        plan = self.plan(replay)
+        if not plan.sparse:
+            raise ValueError(f"`replay` must be sparse, like sparse:128, to need guidance, got {plan}.")
+        check_rows(source_input_ids, source_attention_mask, "source_input_ids", "source_attention_mask")
+        check_model(self.config.source, source, "source", allow_variant)
+        return prefill(source, source_input_ids, source_attention_mask, (), self.source_guide(plan)).guidance
 
     def prepare(self, source_cache, source_input_ids, **arguments) -> TranslationInputs:
         """Checks the pair, aligns both tokenizations and gathers what the translator reads. Arguments as in
@@ -189,7 +250,8 @@ class MoTModel(MoTPreTrainedModel):
 
     def run(self, inputs: TranslationInputs, plan: ReplayPlan) -> MoTOutput:
         """Translates what the plan does not leave to the target. Raises `ValueError` for a row that it is too short
-        for."""
+        for, and as [`ReplayPlan.check_guidance`]."""
+        plan.check_guidance(inputs.guidance, inputs.target_mask.shape[1])
         plan.translated_tokens(inputs.target_mask, len(self.config.target["prefix_ids"]))
         end = plan.tokens_read(self.config, inputs.target_mask.shape[1])
         if end == 0 or not self.injected_layers(plan):
@@ -240,6 +302,7 @@ class MoTModel(MoTPreTrainedModel):
             position_free=self.config.position_free,
             target_ids=inputs.target_ids,
             target_mask=inputs.target_mask,
+            guidance=inputs.guidance,
         )
         attach(target)
         return cache

@@ -435,3 +435,18 @@ def test_generate_and_inspect_show_the_plan_that_is_chosen(folder, own, tmp_path
         run_module(generate, own, *asked, "--replay", "auto:0.001")
     assert run_module(inspect, own) == 0
     assert "tokens:6: 0.100 of native FLOPs, recovery 0.900  [0.860, 0.940]" in capsys.readouterr().out
+
+
+def test_sparse_among_the_plans_equals_itself_alone(pair, documents):
+    plan = "full:1-1+sparse:2/1"
+    report = evaluate(documents=documents, curve=["full:1-1", plan], **{**pair, "cost": True})
+    alone = evaluate(documents=documents, **{**pair, "replay": plan})
+    point = next(point for point in report["curve"] if point["replay"] == plan)
+    for arm in ("translated", "no_source"):
+        assert point["arms"][arm]["nll"] == pytest.approx(alone["arms"][arm]["nll"], abs=1e-6)
+    assert len({own["nll"] for own in report["curve"]}) == 3
+    assert point["cost"]["handoff_s"] > 0
+    # And where the evaluation's own plan is sparse, the others are as ever.
+    turned = evaluate(documents=documents, curve=["none", "full:1-1"], **{**pair, "replay": plan})
+    losses = {own["replay"]: pytest.approx(own["nll"], abs=1e-6) for own in report["curve"]}
+    assert {own["replay"]: own["nll"] for own in turned["curve"]} == losses

@@ -57,6 +57,11 @@ class Comparison:
                 "`losses` holds cc_hidden, which compares hidden states over the context: it needs a `replay` in "
                 "which the target computes them, like full. Leave it out, or choose such a plan."
             )
+        if self.plan.sparse:
+            raise ValueError(
+                f"`replay` {self.plan} is a cheaper way to run {self.plan.unguided}, which one translator serves. "
+                f"Train with replay='{self.plan.unguided}'."
+            )
         reasons = [name for name in self.losses if name in ON_TARGET]
         reasons += [f"the plan {self.plan}"] if self.plan.runs_target else []
         reasons += ["text"] if self.captured_layers is None else []
