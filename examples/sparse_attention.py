@@ -36,6 +36,7 @@ from hf_mot.sparse_mot import sparse_attention, sparse_way
 from hf_mot.versions import versions
 
 
+@torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default="demo/smollm2-135m-instruct")
@@ -47,7 +48,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
-    torch.set_grad_enabled(False)
     plan = ReplayPlan.parse(args.plan)
     models = {side: load_model(getattr(args, side), args.dtype) for side in ("source", "target")}
     tokenizers = {side: load_tokenizer(getattr(args, side)) for side in ("source", "target")}

@@ -1,8 +1,12 @@
 """Plan `sparse`: `full`, but that above its first layers the target looks where the source has looked most."""
 
+import json
 import random
+import runpy
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from conftest import (
     make_pair,
     make_tokenizer,
     make_translator,
+    save_pair,
 )
 from evaluation_pair import make_pair as make_evaluation_pair
 from families import FAMILIES as ALL_FAMILIES
@@ -602,3 +607,17 @@ def test_training_is_for_the_plan_that_sparse_is_a_cheaper_form_of():
         ValueError, match="`replay` sparse:4 is a cheaper way to run full, .* Train with replay='full'"
     ):
         Comparison(None, None, plan=ReplayPlan.parse("sparse:4"), losses=["cc"])
+
+
+def test_example_measures_what_sparse_saves(tmp_path, monkeypatch, capsys):
+    save_pair(make_pair("llama", "llama"), tmp_path)
+    (tmp_path / "text.txt").write_text("\n".join(make_documents(4)), encoding="utf-8")
+    models = ["--source", tmp_path / "source", "--target", tmp_path / "target", "--text", tmp_path / "text.txt"]
+    given = [*models, "--plan", "sparse:4/1", "--lengths", 48, "--repeats", 1, "--json", tmp_path / "out.json"]
+    monkeypatch.setattr(sys, "argv", ["sparse_attention.py", *map(str, given)])
+    runpy.run_path(str(Path(__file__).parent.parent / "examples" / "sparse_attention.py"), run_name="__main__")
+    report = json.loads((tmp_path / "out.json").read_text())
+    figures = report["lengths"]["48"]
+    assert "48 tokens: source_s" in capsys.readouterr().out and str(tmp_path) not in report["command"]
+    assert report["way"] == "gathered" and figures["sparse_layers"] == 2 and 0 < figures["flops_share"] < 1
+    assert all(value > 0 for name, value in figures.items() if name != "guidance_share")
