@@ -65,31 +65,6 @@ class MoTModel(MoTPreTrainedModel):
             self.key_norms[str(layer_idx)] = KeyNorm(layer.kv_heads, layer.key_dim)
         self.post_init()
 
-    def plan(
-        self, replay: str | ReplayPlan | None = None, context_length: int | None = None, guided: bool = True
-    ) -> ReplayPlan:
-        """The replay plan of that name, by default the one of the config, over the layers that are translated;
-        `"auto"` is chosen for a context of `context_length` target tokens, whose source is `guided` to look or not,
-        see [`choose_plan`]. Raises `ValueError` for an unknown one, one that this translator gives too few layers for
-        or has no source for, or where there is none to choose."""
-        replay = self.config.replay if replay is None else replay
-        automatic = is_auto(replay)
-        plan = choose_plan(replay, self.config, context_length, guided) if automatic else ReplayPlan.parse(replay)
-        layers = self.injected_layers(plan)
-        if plan.kind == "none" or len(layers) == len(self.target_geometry.layers):
-            return plan
-        return replace(plan, window=(layers[0], layers[-1]))
-
-    def injected_layers(self, plan: str | ReplayPlan) -> range:
-        """The target layers whose states are translated by a plan. Raises `ValueError` as [`plan`]."""
-        plan = ReplayPlan.parse(plan)
-        if plan.sparse and not self.config.source_layers:
-            raise ValueError(
-                f"`replay` {plan} looks where the source has looked, but this translator reads no source. Pass "
-                f"replay='{plan.unguided}'."
-            )
-        return plan.layers(self.target_layers, len(self.target_geometry.layers))
-
     @torch.no_grad()
     def translate(
         self,
@@ -118,7 +93,7 @@ class MoTModel(MoTPreTrainedModel):
                 last one of `generate`, which is in no cache) is dropped.
             target (`PreTrainedModel`): The target model.
             source_tokenizer, target_tokenizer (`PreTrainedTokenizerBase`): The fast tokenizers of both models.
-            source_attention_mask (`torch.Tensor`, *optional*): 0 on the pads of left-padded rows.
+            source_attention_mask (`torch.Tensor`, *optional*): 0 on the pads of rows that are padded at their ends.
             target_input_ids (`torch.Tensor`, *optional*): The context as the target tokenised it, its prefix (BOS)
                 included; by default the text is tokenised alone.
             target_attention_mask (`torch.Tensor`, *optional*): Mask of left-padded `target_input_ids`.
@@ -199,17 +174,6 @@ class MoTModel(MoTPreTrainedModel):
             **kwargs,
         )
 
-    def read_source(self, texts, source, source_tokenizer, allow_variant=False, layers=None, plan=None):
-        """The source's own prefill of `texts`: its cache, ids and mask, see [`inputs_mot.read_source`]. `plan`: what
-        the cache's `guidance` is recorded for, if it needs one."""
-        guide = None if plan is None else self.source_guide(plan)
-        return read_source(self.config, texts, source, source_tokenizer, allow_variant, layers, guide)
-
-    def source_guide(self, plan: ReplayPlan) -> Guide | None:
-        """What a plan has to know of where the source looks, if anything."""
-        both = (self.source_geometry, self.target_geometry)
-        return plan.guide(*(geometry.windows or [None] * len(geometry.layers) for geometry in both))
-
     def guide(
         self,
         source: PreTrainedModel,
@@ -242,11 +206,47 @@ class MoTModel(MoTPreTrainedModel):
         check_model(self.config.source, source, "source", allow_variant)
         return prefill(source, source_input_ids, source_attention_mask, (), self.source_guide(plan)).guidance
 
+    def read_source(self, texts, source, source_tokenizer, allow_variant=False, layers=None, plan=None):
+        """The source's own prefill of `texts`: its cache, ids and mask, see [`inputs_mot.read_source`]. `plan`: what
+        the cache's `guidance` is recorded for, if it needs one."""
+        guide = None if plan is None else self.source_guide(plan)
+        return read_source(self.config, texts, source, source_tokenizer, allow_variant, layers, guide)
+
+    def source_guide(self, plan: ReplayPlan) -> Guide | None:
+        """What a plan has to know of where the source looks, if anything."""
+        both = (self.source_geometry, self.target_geometry)
+        return plan.guide(*(geometry.windows or [None] * len(geometry.layers) for geometry in both))
+
     def prepare(self, source_cache, source_input_ids, **arguments) -> TranslationInputs:
         """Checks the pair, aligns both tokenizations and gathers what the translator reads. Arguments as in
         [`translate`]; the closed-form fit reads its features here too."""
         inputs = prepare_inputs(self.config, source_cache, source_input_ids, **arguments)
         return inputs.to(next(self.parameters(), None))
+
+    def plan(
+        self, replay: str | ReplayPlan | None = None, context_length: int | None = None, guided: bool = True
+    ) -> ReplayPlan:
+        """The replay plan of that name, by default the one of the config, over the layers that are translated;
+        `"auto"` is chosen for a context of `context_length` target tokens, of which it is known where the source has
+        looked (`guided`) or not, see [`choose_plan`]. Raises `ValueError` for an unknown one, one that this translator
+        gives too few layers for or reads no source for, or where there is none to choose."""
+        replay = self.config.replay if replay is None else replay
+        automatic = is_auto(replay)
+        plan = choose_plan(replay, self.config, context_length, guided) if automatic else ReplayPlan.parse(replay)
+        layers = self.injected_layers(plan)
+        if plan.kind == "none" or len(layers) == len(self.target_geometry.layers):
+            return plan
+        return replace(plan, window=(layers[0], layers[-1]))
+
+    def injected_layers(self, plan: str | ReplayPlan) -> range:
+        """The target layers whose states are translated by a plan. Raises `ValueError` as [`plan`]."""
+        plan = ReplayPlan.parse(plan)
+        if plan.sparse and not self.config.source_layers:
+            raise ValueError(
+                f"`replay` {plan} looks where the source has looked, but this translator reads no source. Pass "
+                f"replay='{plan.unguided}'."
+            )
+        return plan.layers(self.target_layers, len(self.target_geometry.layers))
 
     def run(self, inputs: TranslationInputs, plan: ReplayPlan) -> MoTOutput:
         """Translates what the plan does not leave to the target. Raises `ValueError` for a row that it is too short
@@ -284,8 +284,10 @@ class MoTModel(MoTPreTrainedModel):
         skipped = sum(self.target_geometry.layers[layer_idx].width for layer_idx in left_out)
         states = self.translator(source_states, embeddings, attention_mask, start=skipped)
         key_states, value_states = split_layers(states, self.target_geometry, layers)
-        norms = [self.key_norms[str(idx)] if str(idx) in self.key_norms else None for idx in layers]
-        normed = (keys if norm is None else norm(keys) for norm, keys in zip(norms, key_states, strict=True))
+        normed = [
+            self.key_norms[str(layer_idx)](keys) if str(layer_idx) in self.key_norms else keys
+            for layer_idx, keys in zip(layers, key_states, strict=True)
+        ]
         return MoTOutput(key_states=tuple(normed), value_states=value_states)
 
     def assemble(
