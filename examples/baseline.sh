@@ -5,29 +5,24 @@
 #
 # DATA holds text/train, text/valid and the tasks' folders. Each command goes on where a killed run of it stopped, so
 # this can be started again at any time; a step that is done is not repeated. On 2 cores all of it takes many hours:
-# set STEPS to the parts that are wanted, of "fit text squad controls tasks", PLANS to "none" or "full", and
-# DIRECTIONS to "smol-to-gemma" or "gemma-to-smol".
+# set STEPS to the parts that are wanted, of "fit text squad controls tasks", and DIRECTIONS to "smol-to-gemma" or
+# "gemma-to-smol". Where all layers are translated, plan full gives the cache of plan none, so there is one plan.
 set -eu
 DATA=$1 OUT=$2
 STEPS=${STEPS:-fit text squad controls tasks}
-PLANS=${PLANS:-none full}
 DIRECTIONS=${DIRECTIONS:-smol-to-gemma gemma-to-smol}
 TRAIN=$(ls "$DATA"/text/train/*.txt.gz) VALID=$(ls "$DATA"/text/valid/*.txt.gz)
 SMOL=demo/smollm2-135m-instruct GEMMA=demo/gemma-3-270m
-MAIN=native,no_context,translated,wrong_document,no_source,raw_copy
+MAIN=native,no_context,translated,wrong_document,no_source
 mkdir -p "$OUT"
 
 step() { case " $STEPS " in *" $1 "*) true ;; *) false ;; esac; }
 
-run() { # DIRECTION PLAN PART ARGUMENTS...: an evaluation, unless it is done
-    name=$1-$2-$3 known=$OUT/$1-none-$3/examples.jsonl plan=$2 reuse=
-    shift 3
-    # What no translator plays a part in is the same under both plans.
-    if [ "$plan" != none ] && [ -f "$known" ]; then reuse="--reuse $known"; fi
-    if [ ! -f "$OUT/$name/report.json" ]; then
-        hf-mot evaluate "$OUT/${name%%-"$plan"-*}" "$@" --replay "$plan" $reuse --seed 0 --batch-size 16 \
-            --report "$OUT/$name"
-    fi
+run() { # DIRECTION PART ARGUMENTS...: an evaluation, unless it is done; that a gate says no is a result too
+    name=$1-none-$2 translator=$1
+    shift 2
+    [ -f "$OUT/$name/report.json" ] || hf-mot evaluate "$OUT/$translator" "$@" --replay none --seed 0 --no-cost \
+        --report "$OUT/$name" || [ -f "$OUT/$name/report.json" ]
 }
 
 pair() { # DIRECTION SOURCE TARGET RANK TOKENS
@@ -36,22 +31,21 @@ pair() { # DIRECTION SOURCE TARGET RANK TOKENS
         hf-mot fit --source "$2" --target "$3" --text $TRAIN --rank "$4" --flops-share 0.125 --tokens "$5" --seed 0 \
             --out "$OUT/$1"
     fi
-    for plan in $PLANS; do
-        if step text; then
-            run "$1" $plan text --text $VALID --limit 128 --arms all --fit-text $TRAIN --gate --cost-context 1024
-        fi
-        if step squad; then
-            run "$1" $plan squad --tasks squad --data "$DATA" --arms $MAIN --no-cost
-        fi
-        if step controls; then
-            run "$1" $plan controls --tasks squad --data "$DATA" --limit 100 --arms all --no-cost
-        fi
-        if step tasks; then
-            for task in boolq pubmedqa mmlu_redux hotpotqa; do
-                run "$1" $plan $task --tasks $task --data "$DATA" --limit 100 --arms $MAIN --no-cost
-            done
-        fi
-    done
+    if step text; then
+        run "$1" text --text $VALID --limit 128 --arms all --fit-text $TRAIN --gate --batch-size 16
+    fi
+    if step squad; then
+        run "$1" squad --tasks squad --data "$DATA" --arms $MAIN --batch-size 16
+    fi
+    if step controls; then
+        run "$1" controls --tasks squad --data "$DATA" --limit 100 --arms all --batch-size 8
+    fi
+    if step tasks; then
+        for task in boolq mmlu_redux pubmedqa; do
+            run "$1" $task --tasks $task --data "$DATA" --limit 100 --arms $MAIN,raw_copy --batch-size 8
+        done
+        run "$1" hotpotqa --tasks hotpotqa --data "$DATA" --limit 100 --arms $MAIN --batch-size 4
+    fi
 }
 
 pair smol-to-gemma $SMOL $GEMMA 1536 200000

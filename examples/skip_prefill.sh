@@ -25,7 +25,7 @@ hf-mot capture $PAIR --text $TRAIN --source-layers $LAYERS --context 32 448 --le
 hf-mot train $PAIR --states "$OUT/states" --init "$OUT/fit" --twin --losses distill=1 --train-only "gain|bias|up" \
     --learning-rate 2e-3 --linear-learning-rate 1e-5 --max-steps "$STEPS" --batch-size 4 --accumulation 1 \
     --vocabulary-size 16384 --seed 0 --out "$OUT/distilled"
-hf-mot evaluate "$OUT/distilled" --text $VALID --limit 128 --arms $ARMS --gate --fit-text $TRAIN --cost-context 1024 \
-    --batch-size 16 --seed 0 --report "$OUT/text"
 hf-mot evaluate "$OUT/distilled" --tasks squad --data "$DATA" --arms native,no_context,translated,wrong_document,no_source \
     --no-cost --batch-size 16 --seed 0 --report "$OUT/squad"
+hf-mot evaluate "$OUT/distilled" --text $VALID --limit 128 --arms $ARMS --gate --fit-text $TRAIN --cost-context 1024 \
+    --batch-size 16 --seed 0 --report "$OUT/text"

@@ -1,5 +1,6 @@
 """Which source token carries the text of each target token, by character offsets of two fast tokenizers."""
 
+import os
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -296,8 +297,7 @@ def _count(spans: list[Span | None]) -> list[Span | None]:
 def _difference(decoded: str, text: str) -> str:
     """Where two texts first differ, leading spaces aside."""
     ours, theirs = decoded.lstrip(" "), text.lstrip(" ")
-    pairs = zip(ours, theirs, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+    at = len(os.path.commonprefix([ours, theirs]))
     return f"at character {at} they have {ours[at : at + 20]!r} where the text has {theirs[at : at + 20]!r}"
 
 

@@ -53,8 +53,9 @@ def is_translated(cache: Any) -> bool:
 
 def generate_after(model: PreTrainedModel, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
     """`model.generate(inputs, *args, **kwargs)`, where the cache among the arguments may be a [`TranslatedCache`]."""
-    names = list(inspect.signature(type(model).generate).parameters)[2:]  # after self and inputs
-    kwargs |= dict(zip(names, args, strict=False))
+    bound = inspect.signature(type(model).generate).bind(model, inputs, *args, **kwargs)
+    names = list(bound.signature.parameters)[2 : 2 + len(args)]  # after self and inputs
+    kwargs |= {name: bound.arguments[name] for name in names}
     cache = pop_cache_argument(kwargs)
     if not is_translated(cache):
         if cache is not None:

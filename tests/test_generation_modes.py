@@ -231,6 +231,17 @@ def test_max_length_counts_the_ids_that_were_passed(own, where, caplog):
     assert "together with generation-related arguments" not in caplog.text  # deprecated: options beside a config
 
 
+def test_arguments_given_twice_or_too_many_are_refused_as_by_any_generate(own):
+    prompt = prompt_of(own, PROMPT)
+    cache = translated(own, make_documents(1, 12)[0])
+    generate = attach(own["target"]).generate
+    config = GenerationConfig(max_new_tokens=2)
+    with pytest.raises(TypeError, match="multiple values for argument 'generation_config'"):
+        generate(prompt["input_ids"], config, generation_config=config, past_key_values=cache)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        generate(prompt["input_ids"], config, *[None] * 20, past_key_values=cache)
+
+
 @pytest.mark.parametrize("where", ["call", "config", "model"])
 def test_min_length_counts_the_ids_that_were_passed(own, where):
     """The fourth new id ends the row where three are asked for, and does not where four are."""

@@ -191,6 +191,8 @@ def test_command_runs_all_arms_and_fits_what_is_missing_once(folder, tmp_path, m
     report = json.loads((tmp_path / "out.json").read_text())
     assert {"ridge", "raw_copy", "no_source", "wrong_source", "random_cache"} <= set(report["arms"])
     assert {"text_handoff", "source_alone", "ridge"} <= set(report["tasks"]["squad"]["intervals"])
+    assert report["baselines"]["ridge"]["rows"] > 0 and "raw_copy" not in report["baselines"]
+    assert report["baselines"]["ridge"]["corpus"][0]["name"] == "fit.txt"
     assert report["overlap"]["tested"] == 7
     made = folder / "alone" / "baselines" / "ridge.safetensors", folder / "alone" / "no_source" / "model.safetensors"
     times = [path.stat().st_mtime_ns for path in made]

@@ -1,5 +1,7 @@
 """Raw copy: the source's cache as it is, the floor of what any fit must beat."""
 
+from typing import Any
+
 from torch.nn import functional as F
 
 from hf_mot.baselines.states import as_cache, key_and_value_widths, make_shell
@@ -17,6 +19,8 @@ class RawCopy:
     Args:
         translator (`MoTModel`): A translator of the pair.
     """
+
+    report: dict[str, Any] = {}
 
     def __init__(self, translator: MoTModel):
         depths = (len(side.layers) for side in (translator.source_geometry, translator.target_geometry))

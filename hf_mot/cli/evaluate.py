@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--truncate", action="store_true", help="cut contexts that are too long instead of skipping")
     parser.add_argument("--show-prompts", action="store_true", help="show one prompt of each task, and stop")
-    parser.add_argument("--gate", action="store_true", help="exit with 1 unless it beats its controls")
+    parser.add_argument(
+        "--gate", action="store_true", help="exit with 1 unless better than its controls and good enough"
+    )
     parser.add_argument("--gate-recovery", type=float, default=0.5, metavar="X", help="recovery it must reach [0.5]")
     parser.add_argument("--gate-margin", type=float, default=0.0, metavar="X", help="nats above each control [0]")
     parser.add_argument(

@@ -93,20 +93,27 @@ def refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):
 
 def make_baselines(args: argparse.Namespace, arms: list[str], translator: Any, corpus: Any, pair: dict[str, Any]):
     from hf_mot.baselines import RawCopy, Ridge, fit_ridge
+    from hf_mot.cli.fit import describe_file
 
     baselines: dict[str, Any] = {}
+    corpora = [describe_file(path) for path in args.fit_text or ()]
     if "raw_copy" in arms:
         baselines["raw_copy"] = RawCopy(translator)
     if "ridge" in arms:
         kept = os.path.join(args.translator, RIDGE_FILE) if os.path.isdir(args.translator) else None
         if kept is not None and os.path.isfile(kept):
             baselines["ridge"] = Ridge.load(kept, translator)
+            fitted_on = baselines["ridge"].report.get("corpus")
+            if corpora and fitted_on not in (None, corpora):
+                raise ValueError(
+                    f"{kept} was fitted on {', '.join(entry['name'] for entry in fitted_on)}, and `--fit-text` is not "
+                    "that. Remove it, and it is fitted anew."
+                )
         elif not args.fit_text:
             raise ValueError("`--arms` holds ridge, which is fitted first. Give --fit-text, or leave the arm out.")
         else:
-            tokens = (translator.fit_report or {}).get("tokens")
-            budget = {} if tokens is None else {"max_tokens": tokens}
-            baselines["ridge"] = fit_ridge(corpus(), **pair, seed=args.seed, **budget)
+            baselines["ridge"] = fit_ridge(corpus(), **pair, seed=args.seed)
+            baselines["ridge"].report["corpus"] = corpora
             if kept is not None:
                 baselines["ridge"].save(kept)
     return baselines

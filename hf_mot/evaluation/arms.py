@@ -31,9 +31,10 @@ class Context(Protocol):
 
 class Baseline(Protocol):
     """A rival of the translator that is not one: from contexts to a cache, and what that costs. `source_layers` are
-    those it reads."""
+    those it reads; `report` says how it was made, empty where there is nothing to say."""
 
     source_layers: Sequence[int]
+    report: dict[str, Any]
 
     def __call__(self, batch: "Batch") -> TranslatedCache: ...
 

@@ -188,16 +188,16 @@ def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
 def render_markdown(report: dict[str, Any], plot: str | None, curve_plot: str | None = None) -> str:
     """The report as markdown; `plot` and `curve_plot` are the pictures' files beside it."""
     lines = [f"# {facts(report)[0][1]}", "", *(f"- {sentence}" for sentence in plain_words(report)), ""]
-    lines += _markdown_table(*table(report))
+    lines += render_table(*table(report))
     lines += ["", "In brackets: bootstrap 95 % intervals over documents.", ""]
     lines += [f"![recovery against cost]({plot})", ""] if plot else []
     if "curve" in report:
-        lines += ["## Replay plans", "", *_markdown_table(*curve_table(report["curve"])), ""]
+        lines += ["## Replay plans", "", *render_table(*curve_table(report["curve"])), ""]
     lines += [f"![recovery by plan]({curve_plot})", ""] if curve_plot else []
     return "\n".join([*lines, *(f"- {key}: `{value}`" for key, value in facts(report))]) + "\n"
 
 
-def _markdown_table(head: list[str], rows: list[list[str]]) -> list[str]:
+def render_table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [
         f"| {' | '.join(head)} |",
         f"|{' --- |' * len(head)}",

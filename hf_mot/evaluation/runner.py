@@ -226,6 +226,8 @@ def evaluate(
         "dtype": settings["dtype"],
         "seed": seed,
     }
+    made = {name: baseline.report for name, baseline in models.baselines.items() if baseline.report}
+    report |= {"baselines": made} if made else {}
     tested: dict[str, dict[str, str]] = {}
     missing: dict[str, dict[str, str]] = {}
     by_plan: dict[str, dict[str, dict[str, Any]]] = {}  # the figures of tasks, by task and plan

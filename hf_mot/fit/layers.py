@@ -49,9 +49,9 @@ def choose_source_layers(
             scale = torch.cat([v.mean().sqrt().clamp(min=1e-12).expand_as(v) for v in variances])
             scale = scale if weights is None else scale / weights.sqrt().to(scale)
         x = (x - x_shift) / x_scale
-        pieces = x.split([*widths, embedding_width], dim=1)
-        layers = [piece @ p for piece, p in zip(pieces, projections, strict=False)]
-        sketched.append((layers, pieces[-1] @ embedding_projection, (y / scale) @ sketch))
+        *pieces, embeddings = x.split([*widths, embedding_width], dim=1)
+        layers = [piece @ p for piece, p in zip(pieces, projections, strict=True)]
+        sketched.append((layers, embeddings @ embedding_projection, (y / scale) @ sketch))
     if sum(len(y) for _, _, y in sketched) < 8:
         raise ValueError("`documents` gave fewer than 8 tokens to choose source layers on. Pass more text.")
     blocks = [torch.cat([layers[layer_idx] for layers, _, _ in sketched]) for layer_idx in range(depth)]
