@@ -77,11 +77,13 @@ def replay(
         return geometry.apply_positions(layer_idx, keys, values, first[2]) if position_free else (keys, values)
 
     if plan.kind == "full":
-        plan.check_guidance(guidance, ids.shape[1])
         windows = geometry.windows or layer_windows(target.config.get_text_config())[: len(geometry.layers)]
+        sparse_layers = plan.sparse_layers(windows)
+        if sparse_layers:
+            plan.check_guidance(guidance or None, ids.shape[1])  # empty where it was made for a plan that needs none
         # The layers of a group share what they are guided by, also when it is narrowed.
         narrowed = {id(part): part[..., : plan.sparse] for part in (guidance or {}).values()}
-        sparse = {idx: narrowed[id(guidance[idx])] for idx in plan.sparse_layers(windows)}
+        sparse = {idx: narrowed[id(guidance[idx])] for idx in sparse_layers}
         placed_states = {idx: placed(idx, *pair) for idx, pair in states.items()}
         with sparse_attention(target, sparse):
             layers = _injected(placed_states, target, prefix_ids, *first)

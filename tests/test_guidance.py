@@ -1,6 +1,7 @@
 """Guidance for plan `sparse`: where the source looks is heard, and carried over to the tokens of the target."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -186,8 +187,9 @@ def test_guidance_that_is_missing_or_of_something_else_is_refused(own):
         mot.guide(make_model("llama", TOKENIZER, seed=9), ids, mask, replay=plan)
     inputs = mot.prepare(cache, ids, **given)
     output = mot(inputs.source_states, inputs.embeddings, inputs.target_mask)
-    with pytest.raises(ValueError, match="`guidance` is required by the plan"):
-        mot.assemble(output, inputs, pair["target"], ReplayPlan.parse(plan))
+    for lacking in (inputs, replace(inputs, guidance={})):
+        with pytest.raises(ValueError, match="`guidance` is required by the plan"):
+            mot.assemble(output, lacking, pair["target"], ReplayPlan.parse(plan))
     assert patches(pair["target"])[1:] == before[1:]  # but for the hook of generate
 
 
