@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from .compat_mot import run_decoder
 from .geometry_mot import ModelGeometry
+from .guidance_mot import Guidance, Guide, recorded_guidance
 from .rows_mot import check_rows, positions_from_mask
 
 logger = logging.get_logger(__name__)
@@ -20,14 +21,17 @@ class _Stopped(Exception):
     """Ends a forward pass of which nobody needs the rest."""
 
 
-class _KeepLayersCache(DynamicCache):
-    """Full-length layers; of the layers outside `keep` nothing is stored. When the last of `keep` is there, the pass
-    that fills the cache ends, by `_Stopped`."""
+class PrefilledCache(DynamicCache):
+    """Full-length layers; of the layers outside `keep` nothing is stored. When the last of `keep`, and of those that a
+    guide listens to, is through, the pass that fills the cache ends, by `_Stopped`. `guidance`: what was heard."""
 
-    def __init__(self, keep: Collection[int] | None):
+    def __init__(self, keep: Collection[int] | None, guide: Guide | None = None):
         super().__init__()
         self.keep = None if keep is None else frozenset(keep)
-        self.last = max(keep) if keep else None
+        # A layer attends after its update: a guide hears it before the next one's.
+        needed = [*(keep or ()), *(layer_idx + 1 for layer_idx in (guide.layers if guide else ()))]
+        self.last = max(needed) if keep is not None and needed else None
+        self.guidance: Guidance | None = None
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         if self.keep is None or layer_idx in self.keep:
@@ -49,22 +53,23 @@ def prefill(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     layers: Collection[int] | None = None,
-) -> DynamicCache:
+    guide: Guide | None = None,
+) -> PrefilledCache:
     """
     Runs the model over `input_ids` (`[batch, seq]`, left-padded where `attention_mask` is 0), without its LM head.
     Every kept layer holds all positions, also in sliding-window models. `layers`: the layers to keep, all by default;
-    the pass ends with the keys and values of the last of them. If empty, none is kept and the pass runs through.
+    the pass ends with the keys and values of the last of them. If empty, none is kept and the pass runs through, or as
+    far as the guide needs. `guide`: what of the attention is kept, as the cache's `guidance`.
     """
-    cache = _KeepLayersCache(layers)
+    cache = PrefilledCache(layers, guide)
     device = model.get_input_embeddings().weight.device
-    try:
-        if attention_mask is None or bool(attention_mask.all()):
-            run_decoder(model, input_ids.to(device), cache)
-        else:
-            mask = attention_mask.to(device)
-            run_decoder(model, input_ids.to(device), cache, mask, positions_from_mask(mask))
-    except _Stopped:
-        cache.fill(model.config.get_text_config().num_hidden_layers)
+    padded = attention_mask is not None and not bool(attention_mask.all())
+    mask = attention_mask.to(device) if padded else None
+    with recorded_guidance(model, guide, mask) as cache.guidance:
+        try:
+            run_decoder(model, input_ids.to(device), cache, *((mask, positions_from_mask(mask)) if padded else ()))
+        except _Stopped:
+            cache.fill(model.config.get_text_config().num_hidden_layers)
     return cache
 
 
@@ -136,6 +141,21 @@ def source_states(
             keys, values = geometry.strip_positions(layer_idx, keys, values, position_ids)
         states += [keys.transpose(1, 2).flatten(2), values.transpose(1, 2).flatten(2)]  # [batch, seq, channels]
     return torch.cat([part.to(states[0].device) for part in states], dim=-1)
+
+
+def split_layers(
+    states: torch.Tensor, geometry: ModelGeometry, layers: Sequence[int]
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """States `[batch, seq, width]` as [`source_states`] puts them side by side, as keys and values of each layer."""
+    shapes = [
+        (geometry.layers[layer_idx].kv_heads, dim)
+        for layer_idx in layers
+        for dim in (geometry.layers[layer_idx].key_dim, geometry.layers[layer_idx].value_dim)
+    ]
+    pieces = states.split([heads * dim for heads, dim in shapes], dim=-1)
+    # [batch, kv_heads, seq, head_dim]
+    shaped = [piece.unflatten(-1, shape).transpose(1, 2) for piece, shape in zip(pieces, shapes, strict=True)]
+    return tuple(shaped[0::2]), tuple(shaped[1::2])
 
 
 def read_cache(

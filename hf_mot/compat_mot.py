@@ -83,3 +83,16 @@ def shares_last_layers(config: PreTrainedConfig, cached: int) -> bool:
     """Whether only the first `cached` layers have a cache, because the others read theirs."""
     kinds = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
     return set(kinds[cached:]) == {"DummyLayer"} and "DummyLayer" not in kinds[:cached]
+
+
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
+    """How many tokens the sliding window (or the chunk) of each decoder layer holds; `None` for full attention."""
+    layers = DynamicCache(config=config).layers
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return windows
+    # A layer without a cache of its own is of the kind that its type has elsewhere.
+    cached = [type(layer).__name__ != "DummyLayer" for layer in layers]
+    known = {kind: window for kind, window, own in zip(kinds, windows, cached, strict=True) if own}
+    return [window if own else known.get(kind) for kind, window, own in zip(kinds, windows, cached, strict=True)]

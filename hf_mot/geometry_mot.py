@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from .compat_mot import decoder_of, run_decoder, shares_last_layers, unsupported_cache
+from .compat_mot import decoder_of, layer_windows, run_decoder, shares_last_layers, unsupported_cache
 from .positions_mot import RotaryEncoding, find_rotary_encodings
 from .rows_mot import positions_from_mask
 
@@ -32,7 +32,7 @@ def require(holds: Any, field: str, rule: str, came: Any) -> None:
 
 def _require_fields(values: Any, cls: type, field: str) -> None:
     require(isinstance(values, dict), field, "an object", values)
-    for missing in [f.name for f in fields(cls) if f.name not in (*values, "rotated")]:
+    for missing in [f.name for f in fields(cls) if f.name not in (*values, "rotated", "windows")]:
         raise ValueError(f"`{field}` lacks the field `{missing}`. {DAMAGED}")
     unknown = sorted(set(values) - {f.name for f in fields(cls)})
     require(not unknown, field, "without unknown fields", unknown)
@@ -89,6 +89,8 @@ class ModelGeometry:
         decoder_parameters (`int`): Weights of the decoder without its embeddings, for costs.
         max_positions (`int`, *optional*): Longest sequence the model was made for.
         sliding (`bool`): Whether any layer attends within a sliding window.
+        windows (`tuple[int | None, ...]`, *optional*): How many tokens the sliding window of each layer holds, `None`
+            for full attention, for costs. Contracts of earlier days do not tell.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -98,6 +100,7 @@ class ModelGeometry:
     decoder_parameters: int
     max_positions: int | None
     sliding: bool
+    windows: tuple[int | None, ...] | None = None
 
     def strip_positions(self, layer_idx: int, key_states, value_states, position_ids):
         """Keys and values of a layer without their rotary position encoding; learned positions stay."""
@@ -118,7 +121,8 @@ class ModelGeometry:
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
-        return {**values, "layers": list(values["layers"]), "rotary": [rotary.to_dict() for rotary in self.rotary]}
+        lists = {name: None if values[name] is None else list(values[name]) for name in ("layers", "windows")}
+        return {**values, **lists, "rotary": [rotary.to_dict() for rotary in self.rotary]}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelGeometry":
@@ -155,7 +159,13 @@ class ModelGeometry:
         longest = values["max_positions"]
         require(longest is None or _is_size(longest), "geometry.max_positions", "a size or null", longest)
         require(isinstance(values["sliding"], bool), "geometry.sliding", "a bool", values["sliding"])
-        return cls(**{**values, "layers": tuple(layers), "rotary": tuple(rotary)})
+        windows = values.get("windows")
+        if windows is not None:
+            fits = isinstance(windows, list | tuple) and len(windows) == len(layers)
+            fits = fits and all(window is None or _is_size(window) for window in windows)
+            require(fits, "geometry.windows", "a size or null for each layer", windows)
+            windows = tuple(windows)
+        return cls(**{**values, "layers": tuple(layers), "rotary": tuple(rotary), "windows": windows})
 
 
 @torch.no_grad()
@@ -210,6 +220,7 @@ def probe(model: PreTrainedModel) -> ModelGeometry:
         sliding=any(DynamicCache(config=config).is_sliding)
         or "local" in getattr(config, "attention_layers", ())
         or _counts_pads(model),
+        windows=tuple(layer_windows(config)[: len(layers)]),
     )
     return _PROBED[model]
 

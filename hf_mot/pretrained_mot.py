@@ -1,26 +1,34 @@
-"""How a translator is saved and loaded: as any model of transformers, but nothing may be missing or surplus."""
+"""How a translator comes to be: made for a pair of models, or loaded as it was saved."""
 
 import json
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from .channels_mot import channels
 from .configuration_mot import MoTConfig
+from .contract_mot import check_contract, describe_model
 from .generation_custom_mot import RECIPE
+from .geometry_mot import ModelGeometry
 
 FIT_REPORT = "fit_report.json"
 
 
 class MoTPreTrainedModel(PreTrainedModel):
     """
-    Base of [`MoTModel`].
+    Base of [`MoTModel`]: a pair of models and the layers of theirs that are read and translated.
 
     Attributes:
+        source_geometry, target_geometry ([`ModelGeometry`]): Of the caches of both models.
         fit_report (`dict` or `None`): How it was fitted or trained; saved beside the weights.
+
+    Raises:
+        `ValueError`: a config without both contracts, a damaged one, or layers that these models do not have.
     """
 
     config_class = MoTConfig
@@ -29,11 +37,131 @@ class MoTPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: MoTConfig):
         super().__init__(config)
+        if config.source is None or config.target is None:
+            raise ValueError(
+                "`config` must hold the contracts of the source and the target model (`source`, `target`), as "
+                "`hf-mot fit` or MoTModel.identity write them."
+            )
+        for side, contract in (("source", config.source), ("target", config.target)):
+            check_contract(contract, side)
+        self.source_geometry = ModelGeometry.from_dict(config.source["geometry"])
+        self.target_geometry = ModelGeometry.from_dict(config.target["geometry"])
+        for name, layers, geometry in (
+            ("source_layers", config.source_layers, self.source_geometry),
+            ("target_layers", config.target_layers or [], self.target_geometry),
+            ("key_norms", config.key_norms, self.target_geometry),
+        ):
+            depth = len(geometry.layers)
+            if not set(layers) <= set(range(depth)):
+                raise ValueError(f"`{name}` must lie in 0..{depth - 1}, got {layers}.")
+        if config.piece_ranks is not None and len(config.piece_ranks) != len(self.target_layers):
+            raise ValueError(
+                f"`piece_ranks` must be [keys, values] for each of the {len(self.target_layers)} target layers that "
+                f"are translated, got {len(config.piece_ranks)}."
+            )
+        if config.method == "identity" and config.source_layers != self.target_layers:
+            raise ValueError(
+                f"`source_layers` of an identity translator must be the layers that it hands through, "
+                f"{self.target_layers}, got {config.source_layers}."
+            )
+        if not config.source_layers and not config.embedding_window:
+            raise ValueError("`source_layers` and `embedding_window` are both empty: there is nothing to read.")
         self.fit_report: dict[str, Any] | None = None
         self.add_model_tags(["hf_mot", "kv-cache"])  # by which a pushed translator is found
 
+    @property
+    def target_layers(self) -> list[int]:
+        """The target layers that are translated, the channel window."""
+        depth = len(self.target_geometry.layers)
+        return list(range(depth)) if self.config.target_layers is None else self.config.target_layers
+
     def _init_weights(self, module: nn.Module) -> None:
         """The modules initialise themselves: what is added to a linear path starts at zero."""
+
+    @classmethod
+    def from_pair(
+        cls,
+        source: PreTrainedModel,
+        target: PreTrainedModel,
+        source_tokenizer: PreTrainedTokenizerBase,
+        target_tokenizer: PreTrainedTokenizerBase,
+        **kwargs: Any,
+    ) -> Self:
+        """A translator for a pair of models and their fast tokenizers, to be trained. Arguments as in
+        [`from_contracts`]."""
+        contracts = (describe_model(source, source_tokenizer), describe_model(target, target_tokenizer))
+        return cls.from_contracts(*contracts, **kwargs)
+
+    @classmethod
+    def from_contracts(
+        cls,
+        source: dict[str, Any],
+        target: dict[str, Any],
+        *,
+        channel_ratio: float = 1.0,
+        start: int = 0,
+        mapping: str = "depth_ratio",
+        **fields: Any,
+    ) -> Self:
+        """
+        A translator with random weights.
+
+        Args:
+            source, target (`dict`): The contracts of both models, as `contract_mot.describe_model` writes them.
+            channel_ratio, start, mapping (*optional*): The channel window, as in [`channels_mot.channels`]; by default
+                all target layers, each with the source layer of its relative depth.
+            **fields: Fields of [`MoTConfig`], such as those of `configuration_mot.PAPER`; `source_layers` and
+                `target_layers` take the place of the window's.
+
+        Raises:
+            `ValueError`: a window out of range, or fields that [`MoTConfig`] refuses.
+        """
+        depths = (len(contract["geometry"]["layers"]) for contract in (source, target))
+        window = channels(*depths, channel_ratio=channel_ratio, start=start, mapping=mapping)
+        if channel_ratio == 1:
+            window["target_layers"] = None
+        default = {"method": "mot", "replay": "none" if channel_ratio == 1 else "full"}
+        return cls(MoTConfig(source=source, target=target, **{**default, **window, **fields}))
+
+    @classmethod
+    def identity(cls, target: PreTrainedModel, target_tokenizer: PreTrainedTokenizerBase) -> Self:
+        """The oracle: a translator from `target` to itself that passes the states through the whole path."""
+        contract = describe_model(target, target_tokenizer)
+        layers = list(range(len(contract["geometry"]["layers"])))
+        config = MoTConfig(
+            method="identity", source=contract, target=contract, source_layers=layers, embedding_window=0
+        )
+        return cls(config)
+
+    def load_linear_path(self, closed_form: Self) -> None:
+        """
+        Copies the weights of a closed-form translator into this one's linear path, and its key norms, so that training
+        starts there.
+
+        Raises:
+            `ValueError`: this translator has no linear path, or one of other sizes; `closed_form` is none.
+        """
+        if closed_form.config.method != "reduced_rank":
+            raise ValueError(f"`closed_form` must be a closed form (reduced_rank), got {closed_form.config.method}.")
+        path = self.translator if self.config.trunk else getattr(self.translator, "linear", None)
+        if self.config.method == "reduced_rank":
+            path = self.translator
+        if path is None:
+            raise ValueError("This translator has no linear path to load. Set `linear_path` or `trunk` in its config.")
+        for field in (
+            *("source_layers", "target_layers", "rank", "piece_ranks"),
+            *("embedding_window", "position_free", "key_norms"),
+        ):
+            came, own = getattr(closed_form.config, field), getattr(self.config, field)
+            if came != own:
+                raise ValueError(
+                    f"`closed_form` was fitted with `{field}` {came}, but this translator has {own}. Make them equal."
+                )
+        with torch.no_grad():
+            own = path.state_dict()
+            for name, tensor in closed_form.translator.state_dict().items():
+                own[name].copy_(tensor)
+        self.key_norms.load_state_dict(closed_form.key_norms.state_dict())
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Writes weights (safetensors), config, the code that remote loading needs, and `fit_report.json`."""

@@ -14,7 +14,7 @@ def is_auto(replay: str | ReplayPlan) -> bool:
     return isinstance(replay, str) and replay.startswith("auto")
 
 
-def choose_plan(replay: str, config: MoTConfig, context_length: int | None = None) -> ReplayPlan:
+def choose_plan(replay: str, config: MoTConfig, context_length: int | None = None, guided: bool = True) -> ReplayPlan:
     """
     Chooses one of the plans that `hf-mot evaluate … --curve --card` has measured, `config.replay_curve`.
 
@@ -31,6 +31,8 @@ def choose_plan(replay: str, config: MoTConfig, context_length: int | None = Non
         context_length (`int`, *optional*): Target tokens of the (shortest) context, its prefix included: the share of
             each plan is highest there. By default those that the curve was measured on. Plans with more `tokens` than
             that are left out.
+        guided (`bool`, *optional*, defaults to `True`): Whether it is known where the source has looked. Else plans
+            that need to know are left out.
 
     Raises:
         `ValueError`: another form, no curve, a budget below every plan or a recovery above all.
@@ -49,11 +51,12 @@ def choose_plan(replay: str, config: MoTConfig, context_length: int | None = Non
     length = config.replay_curve["context_length"] if context_length is None else context_length
     own = length - len(config.target["prefix_ids"])
     measured = [(ReplayPlan.parse(point["replay"]), point["recovery"]) for point in config.replay_curve["points"]]
-    costs = [(plan.flops_share(config, length), plan, found) for plan, found in measured if plan.tokens <= own]
+    possible = [point for point in measured if point[0].tokens <= own and (guided or not point[0].sparse)]
+    costs = [(plan.flops_share(config, length), plan, found) for plan, found in possible]
     if not costs:
         raise ValueError(
             f"`replay` is {replay!r}, but all plans of the measured curve run more tokens than the {own} of this "
-            "context. Pass a plan."
+            f"context{'' if guided else ' or need guidance, which a ready cache does not have'}. Pass a plan."
         )
     number = DEFAULT_BUDGET if form["number"] is None else float(form["number"])
     if form["floor"] is None:

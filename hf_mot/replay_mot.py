@@ -1,17 +1,26 @@
 """Replay plans: what the target computes itself beside a translation, and what that costs."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from .configuration_mot import MoTConfig
 from .geometry_mot import ModelGeometry
+from .guidance_mot import Guide, choose_guide
 from .translators_mot import translator_flops
 
-_FORMS = {"none": "none", "full": r"full(:\d+-\d+)?", "bottom": r"bottom:[1-9]\d*", "tokens": r"tokens:[1-9]\d*"}
+_FORMS = {
+    "none": "none",
+    "full": r"full(:\d+-\d+)?",
+    "sparse": r"sparse:[1-9]\d*(/\d+)?",
+    "bottom": r"bottom:[1-9]\d*",
+    "tokens": r"tokens:[1-9]\d*",
+}
+FULL_LAYERS = 2  # by default, of a sparse plan
+KEPT_WINDOW = 4  # times the sparse positions: looking up single keys costs some times more than a row of them
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,12 @@ class ReplayPlan:
         tokens (`int`, *optional*, defaults to 0):
             So many of the last tokens of each row are run by the target, on top of what it then has of those before
             them.
+        sparse (`int`, *optional*, defaults to 0):
+            With `"full"`: in the layers from `full_layers` up each token attends to so many tokens alone, those that
+            the source looked at most (the paper's Top-S, C.4). Sliding layers whose window holds at most `KEPT_WINDOW`
+            times as many keep that instead. 0: to all.
+        full_layers (`int`, *optional*, defaults to 2):
+            With `sparse`, so many of the target's first layers attend to all tokens (the paper's L_full).
 
     Raises:
         `ValueError`: negative counts, or parts that exclude each other.
@@ -41,19 +56,27 @@ class ReplayPlan:
     window: tuple[int, int] | None = None
     bottom: int = 0
     tokens: int = 0
+    sparse: int = 0
+    full_layers: int = FULL_LAYERS
 
     def __post_init__(self):
         if self.bottom < 0 or self.tokens < 0:
             raise ValueError(f"`bottom` and `tokens` of a plan must be 0 or more, got {self.bottom}, {self.tokens}.")
         if self.kind == "full" and (self.bottom or self.tokens):
             raise ValueError(
-                f"`replay` full runs all layers over all tokens, so bottom and tokens do not go with it, got {self}. "
-                "Leave out either."
+                "`replay` full and sparse run all layers over all tokens, so bottom and tokens do not go with them, "
+                f"got {self}. Leave out either."
+            )
+        if min(self.sparse, self.full_layers) < 0 or (self.sparse and self.kind != "full"):
+            raise ValueError(
+                "`sparse` and `full_layers` of a plan must be 0 or more, and `sparse` goes with the kind full, got "
+                f"{self.sparse}, {self.full_layers}, {self.kind}."
             )
 
     @classmethod
     def parse(cls, plan: "str | ReplayPlan") -> "ReplayPlan":
-        """Reads a plan from its name: `"none"`, `"full"` or, with a channel window, `"full:6-11"`; `"bottom:6"`,
+        """Reads a plan from its name: `"none"`, `"full"` or, with a channel window, `"full:6-11"`; `"sparse:128"`,
+        with other full layers than two `"sparse:128/4"`, with a window `"full:6-11+sparse:128"`; `"bottom:6"`,
         `"tokens:32"`, or both as `"bottom:6+tokens:32"`. Raises `ValueError` for an unknown one."""
         if isinstance(plan, cls):
             return plan
@@ -62,20 +85,25 @@ class ReplayPlan:
             name = part.partition(":")[0]
             if name in given or name not in _FORMS or re.fullmatch(_FORMS[name], part) is None:
                 raise ValueError(
-                    "`replay` must be one of none, full, full:6-11 (the layers to inject), bottom:6 (so many first "
-                    "layers are native), tokens:32 (so many last tokens are; both from 1) or bottom:6+tokens:32, "
-                    f"got {plan!r}."
+                    "`replay` must be one of none, full, full:6-11 (the layers to inject), sparse:128 (so many "
+                    "positions per token, from 1) or sparse:128/2 (but in so many first layers), bottom:6 (so many "
+                    "first layers are native), tokens:32 (so many last tokens are; both from 1) or "
+                    f"bottom:6+tokens:32, got {plan!r}."
                 )
             given[name] = [int(number) for number in re.findall(r"\d+", part)]
         if "none" in given and len(given) > 1:
             raise ValueError(f"`replay` none runs nothing natively, so no part goes with it, got {plan!r}. Drop none.")
         window = tuple(given.get("full", ())) or None
         counts = {name: given[name][0] for name in ("bottom", "tokens") if name in given}
-        return cls("full" if "full" in given else "none", window, **counts)
+        if "sparse" in given:
+            counts |= dict(zip(("sparse", "full_layers"), given["sparse"], strict=False))
+        return cls("full" if {"full", "sparse"} & given.keys() else "none", window, **counts)
 
     def __str__(self) -> str:
         parts = [f"{name}:{count}" for name in ("bottom", "tokens") if (count := getattr(self, name))]
-        if self.kind == "full":
+        if self.sparse:
+            parts.insert(0, f"sparse:{self.sparse}" + f"/{self.full_layers}" * (self.full_layers != FULL_LAYERS))
+        if self.kind == "full" and not (self.sparse and self.window is None):
             parts.insert(0, "full" if self.window is None else f"full:{self.window[0]}-{self.window[1]}")
         return "+".join(parts) or "none"
 
@@ -83,6 +111,11 @@ class ReplayPlan:
     def runs_target(self) -> bool:
         """Whether the target runs over any of the context."""
         return self.kind == "full" or self.bottom > 0 or self.tokens > 0
+
+    @property
+    def unguided(self) -> "ReplayPlan":
+        """The same plan where nothing is known of where the source looked: the target looks everywhere."""
+        return replace(self, sparse=0, full_layers=FULL_LAYERS)
 
     def layers(self, translated: Sequence[int], depth: int) -> range:
         """
@@ -95,6 +128,12 @@ class ReplayPlan:
         Raises:
             ValueError: For layers that are not there or not translated, or a plan that needs more of them.
         """
+        if self.sparse and self.full_layers >= depth:
+            raise ValueError(
+                f"`replay` {self} has full attention in the first {self.full_layers} layers of the target, which has "
+                f"{depth}, so that none is sparse. Choose from sparse:{self.sparse}/0 to "
+                f"sparse:{self.sparse}/{depth - 1}, or full."
+            )
         if self.bottom > depth:
             raise ValueError(
                 f"`replay` takes the first {self.bottom} layers from the target itself, but it has {depth}. Choose "
@@ -136,6 +175,34 @@ class ReplayPlan:
             )
         return attention_mask.shape[1] - self.tokens
 
+    def sparse_layers(self, windows: Sequence[int | None]) -> list[int]:
+        """The target layers that attend to guided positions alone. `windows`: how many tokens the sliding window of
+        each of them holds, `None` for full attention."""
+        if not self.sparse:
+            return []
+        kept = [window is not None and window <= KEPT_WINDOW * self.sparse for window in windows]
+        return [idx for idx in range(self.full_layers, len(windows)) if not kept[idx]]
+
+    def guide(self, source_windows: Sequence[int | None], target_windows: Sequence[int | None]) -> Guide | None:
+        """What the source is listened to for, `None` where nobody needs it. Arguments: the windows of both models'
+        layers, as in [`sparse_layers`]."""
+        guided = self.sparse_layers(target_windows)
+        return choose_guide(guided, self.sparse, source_windows, len(target_windows)) if self.sparse else None
+
+    def check_guidance(self, guidance: Mapping[int, torch.Tensor] | None, context_length: int) -> None:
+        """Raises `ValueError` where `sparse` lacks guidance, `[batch, seq, size]` by target layer, or enough of it."""
+        if self.sparse and guidance is None:
+            raise ValueError(
+                f"`guidance` is required by the plan {self}: a ready cache does not tell where the source has looked. "
+                f"Hand off from text, or pass guidance=mot.guide(source, source_input_ids, replay='{self}')."
+            )
+        least = min((part.shape[2] for part in (guidance or {}).values()), default=context_length)
+        if least < min(self.sparse, context_length):
+            raise ValueError(
+                f"`guidance` names {least} positions per token, but the plan {self} takes {self.sparse}. Pass what "
+                f"guide(…, replay='{self}') tells."
+            )
+
     def tokens_read(self, config: MoTConfig, context_length: int) -> int:
         """How many of `context_length` tokens the translator reads: those that it translates, or all of them where
         the translation of each depends on all."""
@@ -157,14 +224,26 @@ class ReplayPlan:
         geometry = ModelGeometry.from_dict(config.target["geometry"])
         native = native_flops(geometry, context_length)
         if self.kind == "full":
-            return native
+            return native - len(self.sparse_layers(_windows(geometry))) * self._unseen_flops(geometry, context_length)
         translated = max(context_length - self.tokens, 0)
         return native - native_flops(geometry, translated) + bottom_flops(geometry, translated, self.bottom)
+
+    def _unseen_flops(self, geometry: ModelGeometry, context_length: int) -> int:
+        """What a layer of `sparse` saves."""
+        seen = min(context_length, self.sparse)
+        seen = seen * (seen + 1) // 2 + (context_length - seen) * seen
+        return 4 * geometry.attention_dim * (context_length * (context_length + 1) // 2 - seen)
 
     def flops_share(self, config: MoTConfig, context_length: int) -> float:
         """`flops` as a share of the target's own prefill."""
         native = native_flops(ModelGeometry.from_dict(config.target["geometry"]), context_length)
         return self.flops(config, context_length) / native
+
+
+def _windows(geometry: ModelGeometry) -> Sequence[int | None]:
+    """Windows of a target's layers. Where its contract does not tell them, all are taken to be short: costs are then
+    those of `full`, which is an upper bound."""
+    return geometry.windows or [0 if geometry.sliding else None] * len(geometry.layers)
 
 
 def native_flops(geometry: ModelGeometry, context_length: int) -> int:

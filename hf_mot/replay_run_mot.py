@@ -11,10 +11,11 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from .cache_mot import TranslatedCache
 from .capture_mot import prefill
-from .compat_mot import run_decoder
+from .compat_mot import layer_windows, run_decoder
 from .geometry_mot import ModelGeometry
 from .replay_mot import ReplayPlan
 from .rows_mot import positions_from_mask
+from .sparse_mot import sparse_attention
 
 _States = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer
 
@@ -29,6 +30,7 @@ def replay(
     position_free: bool = True,
     target_ids: torch.Tensor,
     target_mask: torch.Tensor,
+    guidance: Mapping[int, torch.Tensor] | None = None,
 ) -> TranslatedCache:
     """
     Fills a [`TranslatedCache`]: the target's positions are put on the translated states, the target's special prefix
@@ -42,9 +44,12 @@ def replay(
         contract (`dict`): The target's contract, `config.target`.
         position_free (`bool`, *optional*, defaults to `True`): Whether the keys are without positions, to be put on.
         target_ids, target_mask (`torch.Tensor`): The target's rows, prefix first.
+        guidance (`Mapping[int, torch.Tensor]`, *optional*): By target layer, the slots that each token may look at in
+            plan sparse, `[batch, seq, size]`.
 
     Raises:
-        `ValueError`: a plan that these layers or rows are too few for.
+        `ValueError`: a plan that these layers or rows are too few for; plan sparse without guidance, or for a target
+            that cannot look at some tokens alone.
         `RuntimeError`: the target has left the cache aside.
     """
     geometry, prefix_ids = ModelGeometry.from_dict(contract["geometry"]), contract["prefix_ids"]
@@ -72,7 +77,16 @@ def replay(
         return geometry.apply_positions(layer_idx, keys, values, first[2]) if position_free else (keys, values)
 
     if plan.kind == "full":
-        layers = _injected({idx: placed(idx, *pair) for idx, pair in states.items()}, target, prefix_ids, *first)
+        windows = geometry.windows or layer_windows(target.config.get_text_config())[: len(geometry.layers)]
+        sparse_layers = plan.sparse_layers(windows)
+        if sparse_layers:
+            plan.check_guidance(guidance or None, ids.shape[1])  # empty where it was made for a plan that needs none
+        # The layers of a group share what they are guided by, also when it is narrowed.
+        narrowed = {id(part): part[..., : plan.sparse] for part in (guidance or {}).values()}
+        sparse = {idx: narrowed[id(guidance[idx])] for idx in sparse_layers}
+        placed_states = {idx: placed(idx, *pair) for idx, pair in states.items()}
+        with sparse_attention(target, sparse):
+            layers = _injected(placed_states, target, prefix_ids, *first)
     else:
         layers = _states(prefill(target, *first[:2], range(plan.bottom)))[: plan.bottom] if plan.bottom else []
         prefix = prefill(target, torch.tensor([prefix_ids])) if prefix_ids and states else None

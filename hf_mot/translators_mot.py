@@ -311,22 +311,3 @@ _BUILDERS = {
     "mlp": _build_mlp,
     "identity": lambda config, widths: IdentityTranslator(),
 }
-
-
-def embedding_window(embeddings: torch.Tensor, mask: torch.Tensor, window: int) -> torch.Tensor:
-    """
-    Each token's own embedding and those of the `window - 1` tokens before it, side by side.
-
-    Args:
-        embeddings (`torch.Tensor`): Token embeddings `[batch, seq, dim]`.
-        mask (`torch.Tensor`): `[batch, seq]`, 0 on pads; they, and what lies before the row, read as zeros.
-        window (`int`): Number of tokens, the own one included.
-
-    Returns:
-        `torch.Tensor`: `[batch, seq, window * dim]`.
-    """
-    embeddings = embeddings * mask[..., None].to(embeddings.dtype)
-    shifted = [embeddings]
-    for _ in range(window - 1):
-        shifted.append(nn.functional.pad(shifted[-1][:, :-1], (0, 0, 1, 0)))
-    return torch.cat(shifted, dim=-1)

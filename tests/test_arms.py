@@ -7,7 +7,7 @@ import torch
 from conftest import make_documents
 from evaluation_pair import CONTEXT, make_pair
 
-from hf_mot import modeling_mot
+from hf_mot import inputs_mot
 from hf_mot.baselines import RawCopy
 from hf_mot.evaluation import arms as arms_module
 from hf_mot.evaluation import evaluate, runner
@@ -198,13 +198,13 @@ def test_arms_take_native_parts(pair):
 
 
 def test_the_source_reads_a_batch_once_for_all_arms(pair, monkeypatch):
-    reads, prefill = [], modeling_mot.prefill
+    reads, prefill = [], inputs_mot.prefill
 
     def counted(model, *args):
         reads.append(model)
         return prefill(model, *args)
 
-    monkeypatch.setattr(modeling_mot, "prefill", counted)
+    monkeypatch.setattr(inputs_mot, "prefill", counted)
     models = replace(models_of(pair), baselines={"raw_copy": RawCopy(pair["translator"])})
     first, second = windows_of(pair, make_documents(2))
     batch = Batch(models, [first], [second])

@@ -113,6 +113,31 @@ def test_handoff_and_translate_choose_for_the_length_of_the_context(pair, mot, w
         assert not torch.equal(chosen.layers[0].keys, other.layers[0].keys)
 
 
+def test_plan_that_asks_where_the_source_looks_is_chosen_where_that_is_known(pair, bare):
+    text, sparse = make_documents(1, 20)[0], "full:0-0+sparse:3/0"
+    mot = with_curve(bare, make_curve({"none": 0.5, "tokens:6": 0.8, sparse: 0.9}))
+    models = {name: pair[name] for name in ("target", "source_tokenizer", "target_tokenizer")}
+    cache, ids, mask = mot.read_source([text], pair["source"], pair["source_tokenizer"])
+    guidance = mot.guide(pair["source"], ids, mask, replay=sparse)
+
+    def translate(replay, **kwargs):
+        return mot.translate(cache, ids, source_attention_mask=mask, text=text, replay=replay, **models, **kwargs)
+
+    for chosen, plan in (
+        (mot.handoff(text, replay="auto:9", **pair), sparse),
+        (translate("auto:9", guidance=guidance), sparse),
+        (translate("auto:9"), "tokens:6"),
+    ):
+        for ours, theirs in zip(chosen.layers, mot.handoff(text, replay=plan, **pair).layers, strict=True):
+            torch.testing.assert_close(ours.keys, theirs.keys)
+    assert mot.plan("auto:9", guided=False) == ReplayPlan.parse("tokens:6")
+    only = with_curve(bare, make_curve({sparse: 0.9}))
+    with pytest.raises(ValueError, match="all plans of the measured curve .* or need guidance, which a ready cache"):
+        only.translate(cache, ids, source_attention_mask=mask, text=text, replay="auto:9", **models)
+    with pytest.raises(ValueError, match="looks where the source has looked, but this translator reads no source"):
+        with_curve(make_translator(pair, source_layers=()), make_curve({sparse: 0.9}))
+
+
 def test_shortest_context_of_a_batch_decides(pair, mot):
     texts = [make_documents(1, 60)[0], make_documents(1, 3, seed=4)[0]]
     short = mot.handoff(texts[1], **pair).get_seq_length()

@@ -12,7 +12,7 @@ from evaluation_pair import CONTEXT, make_examples, make_pair, write_examples
 from test_auto_plan import make_curve
 from test_report import make_report, run_command
 
-from hf_mot import MoTConfig, MoTModel, ReplayPlan
+from hf_mot import MoTConfig, MoTModel, ReplayPlan, guidance_mot
 from hf_mot.cli import generate, inspect
 from hf_mot.evaluation import arms as arms_module
 from hf_mot.evaluation import context_nll, evaluate, question_answering
@@ -435,3 +435,27 @@ def test_generate_and_inspect_show_the_plan_that_is_chosen(folder, own, tmp_path
         run_module(generate, own, *asked, "--replay", "auto:0.001")
     assert run_module(inspect, own) == 0
     assert "tokens:6: 0.100 of native FLOPs, recovery 0.900  [0.860, 0.940]" in capsys.readouterr().out
+
+
+def test_sparse_among_the_plans_equals_itself_alone(pair, documents):
+    plan = "full:1-1+sparse:2/1"
+    report = evaluate(documents=documents, curve=["full:1-1", plan], **{**pair, "cost": True})
+    alone = evaluate(documents=documents, **{**pair, "replay": plan})
+    point = next(point for point in report["curve"] if point["replay"] == plan)
+    for arm in ("translated", "no_source"):
+        assert point["arms"][arm]["nll"] == pytest.approx(alone["arms"][arm]["nll"], abs=1e-6)
+    assert len({own["nll"] for own in report["curve"]}) == 3
+    assert point["cost"]["handoff_s"] > 0
+    # And where the evaluation's own plan is sparse, the others are as ever.
+    turned = evaluate(documents=documents, curve=["none", "full:1-1"], **{**pair, "replay": plan})
+    losses = {own["replay"]: pytest.approx(own["nll"], abs=1e-6) for own in report["curve"]}
+    assert {own["replay"]: own["nll"] for own in turned["curve"]} == losses
+
+
+def test_sparse_among_the_plans_is_refused_before_anything_is_read_where_it_cannot_be(
+    pair, documents, scored, monkeypatch
+):
+    monkeypatch.setitem(guidance_mot._MISSED, pair["source"], [0])
+    with pytest.raises(ValueError, match=r"computes the attention of its layers \[0\] outside .* cannot guide"):
+        evaluate(documents=documents, curve=["none", "full:1-1+sparse:2/1"], **pair)
+    assert not scored["done"]

@@ -26,7 +26,9 @@ translated = mot.handoff(text, source=source, target=target, **tokenizers)
 prompt = tokenizers["target_tokenizer"](" the captain", return_tensors="pt", return_token_type_ids=False)
 ids = target.generate(**prompt, past_key_values=translated, max_new_tokens=6, do_sample=False)
 keys = translated.layers[1].keys
-torch.save({"ids": ids, "keys": keys, "module": type(mot).__module__, "report": mot.fit_report}, f"{folder}/remote.pt")
+sparse = mot.handoff(text, source=source, target=target, **tokenizers, replay="full:0-0+sparse:3/0").layers[2].keys
+found = {"ids": ids, "keys": keys, "sparse": sparse, "module": type(mot).__module__, "report": mot.fit_report}
+torch.save(found, f"{folder}/remote.pt")
 mot.save_pretrained(f"{folder}/again")
 """
 
@@ -76,6 +78,8 @@ def test_remote_code_in_a_process_without_the_package(folder, tmp_path):
     assert remote["report"] == mot.fit_report
     cache = mot.handoff(text, **arguments)
     torch.testing.assert_close(remote["keys"], cache.layers[1].keys, atol=1e-5, rtol=1e-5)
+    sparse = mot.handoff(text, replay="full:0-0+sparse:3/0", **arguments)
+    torch.testing.assert_close(remote["sparse"], sparse.layers[2].keys, atol=1e-5, rtol=1e-5)
     prompt = arguments["target_tokenizer"](" the captain", return_tensors="pt", return_token_type_ids=False)
     ids = arguments["target"].generate(**prompt, past_key_values=cache, max_new_tokens=6, do_sample=False)
     assert torch.equal(remote["ids"], ids)

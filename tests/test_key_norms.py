@@ -6,12 +6,11 @@ import pytest
 import torch
 from conftest import make_documents, make_pair, make_translator
 
-from hf_mot.capture_mot import prefill, source_states
+from hf_mot.capture_mot import prefill, source_states, split_layers
 from hf_mot.cli.fit import format_fit
 from hf_mot.cli.inspect import describe, format_description
 from hf_mot.cli.rivals import refit_twin
 from hf_mot.configuration_mot import MoTConfig
-from hf_mot.data.states import split_layers
 from hf_mot.fit import fit, save_fit
 from hf_mot.fit.norms import KeyLengths, _non_negative
 from hf_mot.fit.solve import solve

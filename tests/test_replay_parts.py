@@ -266,7 +266,9 @@ def test_plans_have_one_name():
         with pytest.raises(ValueError, match="`replay` must be one of none, full, .* both from 1"):
             ReplayPlan.parse(name)
     for name in ("full+tokens:3", "bottom:2+full:0-1"):
-        with pytest.raises(ValueError, match="`replay` full runs all layers over all tokens, .* Leave out either"):
+        with pytest.raises(
+            ValueError, match="`replay` full and sparse run all layers over all tokens, .* Leave out either"
+        ):
             ReplayPlan.parse(name)
     with pytest.raises(ValueError, match="`replay` none runs nothing natively, .* got 'tokens:3.none'. Drop none."):
         ReplayPlan.parse("tokens:3+none")

@@ -10,11 +10,11 @@ from conftest import make_documents, make_model, make_pair, make_tokenizer, make
 from families import build
 from torch.utils.data import DataLoader
 
-from hf_mot.capture_mot import prefill, source_states
+from hf_mot.capture_mot import prefill, source_states, split_layers
 from hf_mot.cli.main import main
 from hf_mot.data import shards
 from hf_mot.data.capture import capture_states
-from hf_mot.data.states import StatesDataset, collate, split_layers, translation_inputs
+from hf_mot.data.states import StatesDataset, collate, translation_inputs
 from hf_mot.rows_mot import positions_from_mask
 from hf_mot.training.examples import iterate_examples
 from hf_mot.training.losses import LossInputs, weighted_sum

@@ -13,9 +13,8 @@ from torch.utils.data import Dataset
 from hf_mot.configuration_mot import MoTConfig
 from hf_mot.data.shards import damaged, open_shard, read_index, refuse_other_pair, shard_layout
 from hf_mot.geometry_mot import ModelGeometry
-from hf_mot.modeling_mot import TranslationInputs
+from hf_mot.inputs_mot import TranslationInputs, embedding_window
 from hf_mot.rows_mot import left_pad
-from hf_mot.translators_mot import embedding_window
 
 
 class StatesDataset(Dataset):
@@ -162,17 +161,3 @@ def translation_inputs(
         embeddings = embedding_window(found, mask, config.embedding_window).to(dtype)
     states = batch["source_states"].to(dtype) if config.source_layers else None
     return TranslationInputs(states, embeddings, ids, mask)
-
-
-def split_layers(
-    states: torch.Tensor, geometry: ModelGeometry, layers: Sequence[int]
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """States `[batch, seq, width]` as keys and values of each layer, `[batch, kv_heads, seq, head_dim]`."""
-    shapes = [
-        (geometry.layers[layer_idx].kv_heads, dim)
-        for layer_idx in layers
-        for dim in (geometry.layers[layer_idx].key_dim, geometry.layers[layer_idx].value_dim)
-    ]
-    pieces = states.split([heads * dim for heads, dim in shapes], dim=-1)
-    shaped = [piece.unflatten(-1, shape).transpose(1, 2) for piece, shape in zip(pieces, shapes, strict=True)]
-    return tuple(shaped[0::2]), tuple(shaped[1::2])

@@ -10,12 +10,13 @@ import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_mot.cache_mot import TranslatedCache
-from hf_mot.capture_mot import positions_from_mask, prefill, source_states
+from hf_mot.capture_mot import prefill, source_states
 from hf_mot.compat_mot import cache_argument
 from hf_mot.evaluation.answers import cross_entropy, greedy_answers, read_on, wrap
 from hf_mot.evaluation.prompts import Prompter
-from hf_mot.modeling_mot import TranslationInputs, left_pad
+from hf_mot.inputs_mot import TranslationInputs
 from hf_mot.replay_mot import ReplayPlan, native_flops
+from hf_mot.rows_mot import left_pad, positions_from_mask
 
 SUMMARY_TOKENS = 64
 
@@ -79,8 +80,9 @@ class Models:
         return sorted({layer_idx for reader in readers for layer_idx in reader.source_layers})
 
     def assemble(self, translator: PreTrainedModel, output: Any, inputs: TranslationInputs) -> TranslatedCache:
-        """The target's cache of translated states, by the replay plan."""
-        return translator.assemble(output, inputs, self.target, ReplayPlan.parse(self.replay))
+        """The target's cache of translated states, by the plan; without guidance, the target looks everywhere."""
+        plan = ReplayPlan.parse(self.replay)
+        return translator.assemble(output, inputs, self.target, plan if inputs.guidance else plan.unguided)
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,9 @@ class Batch:
     def source_reading(self) -> tuple[Cache | None, torch.Tensor | None, torch.Tensor | None]:
         """The source's prefill, as translators and baselines read it: its cache, ids and mask."""
         models = self.models
+        plan = ReplayPlan.parse(models.replay)
         return models.translator.read_source(
-            self.texts, models.source, models.source_tokenizer, layers=models.source_layers
+            self.texts, models.source, models.source_tokenizer, layers=models.source_layers, plan=plan
         )
 
     @cached_property
@@ -137,7 +140,9 @@ class Batch:
         if plan not in self._by_plan:
             self._by_plan.clear()
             other = Batch(replace(self.models, replay=plan), self.contexts, self.others)
-            vars(other).update(padded=self.padded, source_reading=self.source_reading)
+            vars(other).update(padded=self.padded)
+            if not ReplayPlan.parse(plan).sparse:  # else the source is listened to anew
+                vars(other).update(source_reading=self.source_reading)
             self._by_plan[plan] = other
         return self._by_plan[plan]
 
@@ -150,8 +155,10 @@ class Batch:
         return wrap(prefill(models.source, ids, mask), mask, models.translator.source_geometry.sliding)
 
     def translate(self, translator, source_cache=None, source_ids=None, source_mask=None) -> TranslatedCache:
-        arguments = self._arguments(source_mask)
-        return translator.translate(source_cache, source_ids, replay=self.models.replay, **arguments)
+        """By the replay plan; without a source to guide it, the target looks everywhere."""
+        plan = ReplayPlan.parse(self.models.replay)
+        plan = plan.unguided if source_cache is None else plan
+        return translator.translate(source_cache, source_ids, replay=plan, **self._arguments(source_mask))
 
     def inputs(self, translator) -> TranslationInputs:
         """What a translator reads of the contexts."""
@@ -233,7 +240,7 @@ def identity(batch: Batch) -> TranslatedCache:
         target_input_ids=ids,
         target_attention_mask=mask,
         text=batch.texts,
-        replay=batch.models.replay,
+        replay=ReplayPlan.parse(batch.models.replay).unguided,
     )
 
 
@@ -321,7 +328,7 @@ def _translated_flops(models: Models, context_length: int) -> float:
 
 
 def _no_source_flops(models: Models, context_length: int) -> float:
-    return ReplayPlan.parse(models.replay).flops(models.no_source.config, context_length)
+    return ReplayPlan.parse(models.replay).unguided.flops(models.no_source.config, context_length)
 
 
 def _replay_flops(models: Models, context_length: int) -> float:

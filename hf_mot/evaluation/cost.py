@@ -14,6 +14,7 @@ from hf_mot.compat_mot import cache_argument
 from hf_mot.evaluation.arms import Batch, Models
 from hf_mot.evaluation.memory import peak_growth
 from hf_mot.evaluation.windows import Window
+from hf_mot.guidance_mot import Guidance
 from hf_mot.replay_mot import ReplayPlan
 
 PROMPT_TOKENS = 32
@@ -38,8 +39,8 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5, plans: Seq
         - `handoff_s`: from the source's ordinary cache and both id lists to a ready `TranslatedCache`;
         - `time_ratio`: `handoff_s / prefill_s`, with `time_ratio_low` and `time_ratio_high`, the smallest and the
           largest ratio within one round;
-        - `capture_overhead_s`: what keeping the translator's layers alone adds to the source's plain prefill; may be
-          below 0, as less is kept and no layer above them runs;
+        - `capture_overhead_s`: what keeping the translator's layers alone, and plan sparse's guidance, adds to the
+          source's plain prefill; may be below 0, as less is kept and no layer above them runs;
         - `ttft_native_s`, `ttft_translated_s`: either of the two, and then the prompt up to its last logits;
         - `flops_ratio`: translator and replay as a share of the native prefill's FLOPs;
         - `kv_bytes`, `translator_bytes`: the translated cache's and the translator's live bytes;
@@ -53,11 +54,15 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5, plans: Seq
     layers = translator.config.source_layers
     target_ids, _ = Batch(models, [window]).padded
     prompt_ids = torch.tensor([window.continuation_ids[:PROMPT_TOKENS]], device=target.device)
-    source_ids = source_cache = None
+    source_ids = source_cache = guide = None
+    guidance: dict[str, Guidance] = {}  # of plans that need to know where the source has looked
     if layers:
         text_ids, _ = tokenize_with_spans(models.source_tokenizer, window.text)
         source_ids = torch.tensor([[*translator.config.source["prefix_ids"], *text_ids]])
         source_cache = prefill(models.source, source_ids)
+        guide = translator.source_guide(ReplayPlan.parse(models.replay))
+        guided = [plan for plan in (models.replay, *plans) if ReplayPlan.parse(plan).sparse]
+        guidance = {plan: translator.guide(models.source, source_ids, replay=plan) for plan in guided}
 
     def handoff(plan: str = models.replay) -> Cache:
         return translator.translate(
@@ -69,6 +74,7 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5, plans: Seq
             target_input_ids=target_ids,
             text=window.text,
             replay=plan,
+            guidance=guidance.get(plan),
         )
 
     def read_prompt(cache: Cache) -> None:
@@ -86,7 +92,8 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5, plans: Seq
         if layers:
             # In turns, since the second of two equal runs finds its weights at hand.
             for name, kept in (("source", None), ("capture", layers))[:: (-1) ** len(rounds)]:
-                seconds[name], _ = _timed(models, prefill, models.source, source_ids, layers=kept)
+                own = {} if kept is None else {"layers": kept, "guide": guide}
+                seconds[name], _ = _timed(models, prefill, models.source, source_ids, **own)
         rounds.append(seconds)
     del rounds[0]
 

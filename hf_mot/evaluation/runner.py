@@ -26,8 +26,10 @@ from hf_mot.evaluation.question_answering import CLOSED_SETS, Scorer, prepare_qu
 from hf_mot.evaluation.store import ResultStore
 from hf_mot.evaluation.tasks import TASKS, Example, find_task
 from hf_mot.evaluation.windows import Window, check_context_length, cut_windows
+from hf_mot.guidance_mot import check_guide
 from hf_mot.modeling_mot import MoTModel
 from hf_mot.replay_mot import ReplayPlan
+from hf_mot.sparse_mot import sparse_way
 from hf_mot.versions import versions
 
 DEFAULT_ARMS = ("native", "no_context", "translated", "wrong_document")
@@ -195,6 +197,9 @@ def evaluate(
         )
     plans = [] if curve is None else check_plans(translator, curve, context_length, replay)
     check_models(arms, translator, no_source, source, target, baselines or {})
+    if any(ReplayPlan.parse(plan).sparse for plan in (replay, *plans)):
+        check_guide(source)
+        sparse_way(target)
     prefix_ids = list(translator.config.target["prefix_ids"])
     prompters = {}
     if tasks:

@@ -9,10 +9,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import unwrap_peft_model
 
-from hf_mot.capture_mot import prefill, source_states
-from hf_mot.data.states import split_layers, translation_inputs
+from hf_mot.capture_mot import prefill, source_states, split_layers
+from hf_mot.data.states import translation_inputs
 from hf_mot.evaluation.answers import wrap
-from hf_mot.modeling_mot import MoTModel, MoTOutput, TranslationInputs, check_length
+from hf_mot.inputs_mot import TranslationInputs, check_length
+from hf_mot.modeling_mot import MoTModel, MoTOutput
 from hf_mot.replay_mot import ReplayPlan
 from hf_mot.rows_mot import positions_from_mask
 
@@ -55,6 +56,11 @@ class Comparison:
             raise ValueError(
                 "`losses` holds cc_hidden, which compares hidden states over the context: it needs a `replay` in "
                 "which the target computes them, like full. Leave it out, or choose such a plan."
+            )
+        if self.plan.sparse:
+            raise ValueError(
+                f"`replay` {self.plan} is a cheaper way to run {self.plan.unguided}, which one translator serves. "
+                f"Train with replay='{self.plan.unguided}'."
             )
         reasons = [name for name in self.losses if name in ON_TARGET]
         reasons += [f"the plan {self.plan}"] if self.plan.runs_target else []

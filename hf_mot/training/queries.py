@@ -3,13 +3,12 @@
 Shapes: queries and keys are `[batch, heads, seq, head_dim]`, masks of attention `[batch or 1, 1 or heads, seq, seq]`.
 """
 
-import sys
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_mot.attention_mot import intercepted_attention, scaled
 from hf_mot.capture_mot import prefill
 
 
@@ -66,37 +65,24 @@ def capture_queries(
         ValueError: A family whose attention does not go through transformers' attention functions (Falcon, Bloom,
             GPT-Neo, MPT), or has sinks or a position bias.
     """
-    name = type(model).__name__
-    implementation = model.config.get_text_config()._attn_implementation
-    own = set(model.modules())
-    original = ALL_ATTENTION_FUNCTIONS.get(implementation)
-    found: list[LayerQueries] = []
+    name, found = type(model).__name__, {}
 
-    def record(module, query, key, value, attention_mask, *args, scaling=None, softcap=None, **kwargs):
-        # Only "eager" is in no list: each family brings its own.
-        attend = original or sys.modules[type(module).__module__].eager_attention_forward
-        if module in own:
-            for extra in ("s_aux", "position_bias"):
-                if kwargs.get(extra) is not None:
-                    raise ValueError(f"{name} adds `{extra}` to its attention, which is not supported here.")
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            found.append(LayerQueries(query * scale, _allowed(attention_mask), softcap))
-        options = {} if softcap is None else {"softcap": softcap}
-        return attend(module, query, key, value, attention_mask, *args, scaling=scaling, **options, **kwargs)
+    def record(layer_idx, attend, query, key, value, mask, scaling=None, softcap=None, **options):
+        for extra in ("s_aux", "position_bias"):
+            if options.get(extra) is not None:
+                raise ValueError(f"{name} adds `{extra}` to its attention, which is not supported here.")
+        found[layer_idx] = LayerQueries(scaled(query, scaling), _allowed(mask), softcap)
+        options |= {} if softcap is None else {"softcap": softcap}
+        return attend(query, key, value, mask, scaling=scaling, **options)
 
-    ALL_ATTENTION_FUNCTIONS[implementation] = record
-    try:
+    with intercepted_attention(model, record):
         prefill(model, input_ids, attention_mask, layers=())
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[implementation]
-        if ALL_ATTENTION_FUNCTIONS.get(implementation) is not original:  # somebody else's override
-            ALL_ATTENTION_FUNCTIONS[implementation] = original
     if len(found) != model.config.get_text_config().num_hidden_layers:
         raise ValueError(
             f"{name} ran {len(found)} of its layers through transformers' attention functions, so that its queries "
             "cannot be read. Leave the loss 'key_attention' out for this model."
         )
-    return tuple(found)
+    return tuple(found[layer_idx] for layer_idx in sorted(found))
 
 
 def _allowed(attention_mask: torch.Tensor | None) -> torch.Tensor | None:

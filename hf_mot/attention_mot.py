@@ -1,0 +1,90 @@
+"""The attention of a model's layers: what it is called with, and something else in its place for a while.
+
+Shapes: queries, keys and values are `[batch, heads, seq, head_dim]`.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .compat_mot import decoder_layers, run_decoder
+
+# The functions are of all models: one thread at a time puts another one there, for its own calls alone.
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def intercepted_attention(model: PreTrainedModel, instead: Callable[..., Any]) -> Iterator[set[int]]:
+    """
+    While open, `instead` is called where layers of this model (of no other, and in this thread) call one of
+    transformers' attention functions. The model itself is not changed.
+
+    Args:
+        model (`PreTrainedModel`): The model. Some families (Falcon, Bloom, GPT-Neo, MPT) call no such function.
+        instead (`Callable`): `instead(layer_idx, attend, query, key, value, attention_mask, **options)`, to return
+            what `attend(query, key, value, attention_mask, **options)` does, the function in whose place it is.
+
+    Returns:
+        `set[int]`: The layers that have called it, filled as they do.
+    """
+    place = {part: idx for idx, layer in enumerate(decoder_layers(model)) for part in layer.modules()}
+    implementation = model.config.get_text_config()._attn_implementation
+    thread, reached = threading.get_ident(), set()
+    with _LOCK:
+        original = ALL_ATTENTION_FUNCTIONS.get(implementation)
+
+        def function(module, query, key, value, attention_mask, **options):
+            # Only "eager" is in no list: each family brings its own.
+            attend = original or sys.modules[type(module).__module__].eager_attention_forward
+            attend, layer_idx = partial(attend, module), place.get(module)
+            if layer_idx is None or threading.get_ident() != thread:
+                return attend(query, key, value, attention_mask, **options)
+            reached.add(layer_idx)
+            return instead(layer_idx, attend, query, key, value, attention_mask, **options)
+
+        ALL_ATTENTION_FUNCTIONS[implementation] = function
+        try:
+            yield reached
+        finally:
+            del ALL_ATTENTION_FUNCTIONS[implementation]
+            if ALL_ATTENTION_FUNCTIONS.get(implementation) is not original:  # somebody else's override
+                ALL_ATTENTION_FUNCTIONS[implementation] = original
+
+
+@torch.no_grad()
+def missed_layers(model: PreTrainedModel) -> list[int]:
+    """The layers of a model whose attention [`intercepted_attention`] does not see, found by running one token."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    with intercepted_attention(model, lambda layer_idx, attend, *args, **options: attend(*args, **options)) as reached:
+        run_decoder(model, token, DynamicCache())
+    return sorted(set(range(len(decoder_layers(model)))) - reached)
+
+
+def attention_scores(query: torch.Tensor, key: torch.Tensor, softcap: float | None = None) -> torch.Tensor:
+    """Scores `[…, query_heads, queries, keys]` before the mask, of scaled queries. Query heads that share a key head
+    are neighbours."""
+    shared = query.unflatten(-3, (key.shape[-3], -1))  # […, kv_heads, group, queries, head_dim]
+    scores = shared.flatten(-3, -2) @ key.transpose(-1, -2)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    return scores.unflatten(-2, shared.shape[-3:-1]).flatten(-4, -3)
+
+
+def scaled(query: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    """Queries that hold the model's scaling, by default that of their width."""
+    return query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+
+
+def attention_weights(scores: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """Softmax over the keys, in fp32. `sinks`: a learned score per head, as GPT-OSS has them, whose share is lost."""
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32)
+    sink = sinks.to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sink], dim=-1).softmax(-1, dtype=torch.float32)[..., :-1]
