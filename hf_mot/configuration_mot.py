@@ -66,6 +66,9 @@ class MoTConfig(PreTrainedConfig):
         piece_ranks (`list[list[int]]`, *optional*):
             How many of the `rank` inner channels, the leading ones, each piece reads: `[keys, values]` for each target
             layer that is translated. `None`: all read all.
+        source_window (`int`, *optional*, defaults to 1):
+            Number of tokens whose source states are read in the linear path of a `rank`: the token's own and those of
+            the `source_window - 1` tokens before it, these through the same `rank` channels.
         embedding_window (`int`, *optional*, defaults to 5):
             Number of target token embeddings read beside the source states: the token's own and those of the
             `embedding_window - 1` tokens before it. 0: none.
@@ -116,6 +119,7 @@ class MoTConfig(PreTrainedConfig):
     replay_curve: dict | None = None
     rank: int | None = None
     piece_ranks: list[list[int]] | None = None
+    source_window: int = 1
     embedding_window: int = 5
     position_free: bool = True
     key_norms: list[int] | tuple[int, ...] = ()
@@ -195,6 +199,8 @@ class MoTConfig(PreTrainedConfig):
             raise ValueError(f"`rank` must be at least 1, or None for a full-rank map, got {self.rank}.")
         if self.embedding_window < 0:
             raise ValueError(f"`embedding_window` must be 0 or more tokens, got {self.embedding_window}.")
+        if self.source_window < 1:
+            raise ValueError(f"`source_window` must be 1 or more tokens, got {self.source_window}.")
         for name in ("hidden_size", "num_attention_heads", "num_stages", "num_translators", "top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
@@ -224,16 +230,21 @@ class MoTConfig(PreTrainedConfig):
                 f"`trunk` needs `method` 'mot' and a `rank`, the channels that its translators work in, got "
                 f"{self.method!r} and {self.rank}."
             )
+        if self.source_window > 1:
+            self._check_linear_map("source_window")
         if self.piece_ranks is not None:
+            self._check_linear_map("piece_ranks")
             self._check_piece_ranks()
 
-    def _check_piece_ranks(self) -> None:
+    def _check_linear_map(self, name: str) -> None:
         beside = self.method in ("mot", "mlp") and (self.linear_path or self.trunk)
         if self.rank is None or not (self.method == "reduced_rank" or beside):
             raise ValueError(
-                "`piece_ranks` needs a linear map of low rank: `method` 'reduced_rank', `linear_path` or `trunk`, and "
+                f"`{name}` needs a linear map of low rank: `method` 'reduced_rank', `linear_path` or `trunk`, and "
                 f"a `rank`, got {self.method!r} and {self.rank}. Set these, or leave it out."
             )
+
+    def _check_piece_ranks(self) -> None:
         if any(len(pair) != 2 or not all(1 <= rank <= self.rank for rank in pair) for pair in self.piece_ranks):
             raise ValueError(
                 f"`piece_ranks` must be [keys, values] for each target layer, from 1 to `rank` {self.rank}, got "

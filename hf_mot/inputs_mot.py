@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .alignment_mot import Alignment, align, tokenize_with_spans
@@ -18,7 +17,7 @@ from .configuration_mot import MoTConfig
 from .contract_mot import check_model, check_tokenizer
 from .geometry_mot import ModelGeometry
 from .guidance_mot import Guidance, Guide, guide_target
-from .rows_mot import check_rows, left_pad, unpad
+from .rows_mot import causal_window, check_rows, left_pad, unpad
 
 
 @dataclass
@@ -149,7 +148,7 @@ def prepare_inputs(
     if config.embedding_window:
         table = target.get_input_embeddings()
         own = table(target_ids.to(table.weight.device))
-        embeddings = embedding_window(own, target_mask.to(own.device), config.embedding_window)
+        embeddings = causal_window(own, target_mask.to(own.device), config.embedding_window)
     return TranslationInputs(states, embeddings, target_ids, target_mask, guided)
 
 
@@ -216,25 +215,6 @@ def shortest_context(config: MoTConfig, texts: Sequence[str], target_tokenizer: 
     check_tokenizer(config.target, target_tokenizer, "target_tokenizer")
     shortest = min(len(tokenize_with_spans(target_tokenizer, text)[0]) for text in texts)
     return len(config.target["prefix_ids"]) + shortest
-
-
-def embedding_window(embeddings: torch.Tensor, mask: torch.Tensor, window: int) -> torch.Tensor:
-    """
-    Each token's own embedding and those of the `window - 1` tokens before it, side by side.
-
-    Args:
-        embeddings (`torch.Tensor`): Token embeddings `[batch, seq, dim]`.
-        mask (`torch.Tensor`): `[batch, seq]`, 0 on pads; they, and what lies before the row, read as zeros.
-        window (`int`): Number of tokens, the own one included.
-
-    Returns:
-        `torch.Tensor`: `[batch, seq, window * dim]`.
-    """
-    embeddings = embeddings * mask[..., None].to(embeddings.dtype)
-    shifted = [embeddings]
-    for _ in range(window - 1):
-        shifted.append(nn.functional.pad(shifted[-1][:, :-1], (0, 0, 1, 0)))
-    return torch.cat(shifted, dim=-1)
 
 
 def check_length(side: str, tokens: int, geometry: ModelGeometry) -> None:

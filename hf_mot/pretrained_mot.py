@@ -150,7 +150,7 @@ class MoTPreTrainedModel(PreTrainedModel):
             raise ValueError("This translator has no linear path to load. Set `linear_path` or `trunk` in its config.")
         for field in (
             *("source_layers", "target_layers", "rank", "piece_ranks"),
-            *("embedding_window", "position_free", "key_norms"),
+            *("source_window", "embedding_window", "position_free", "key_norms"),
         ):
             came, own = getattr(closed_form.config, field), getattr(self.config, field)
             if came != own:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch.nn import functional as F
 
 
 def left_pad(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,6 +30,25 @@ def unpad(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
 def positions_from_mask(attention_mask: torch.Tensor) -> torch.Tensor:
     """Position ids of padded rows: 0 at the first real token; pads before it get 0."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def causal_window(states: torch.Tensor, mask: torch.Tensor | None, window: int) -> torch.Tensor:
+    """
+    Each token's own states and those of the `window - 1` tokens before it, side by side, the own ones first.
+
+    Args:
+        states (`torch.Tensor`): `[batch, seq, dim]`.
+        mask (`torch.Tensor`, *optional*): `[batch, seq]`, 0 on pads, which read as zeros, as does what lies before
+            the row.
+        window (`int`): Number of tokens, the own one included.
+
+    Returns:
+        `torch.Tensor`: `[batch, seq, window * dim]`.
+    """
+    shifted = [states if mask is None else states * mask[..., None].to(states.dtype)]
+    for _ in range(window - 1):
+        shifted.append(F.pad(shifted[-1][:, :-1], (0, 0, 1, 0)))
+    return torch.cat(shifted, dim=-1)
 
 
 def check_rows(ids: torch.Tensor, mask: torch.Tensor | None, argument: str, mask_argument: str) -> None:

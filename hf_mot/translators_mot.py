@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .configuration_mot import MoTConfig
 from .geometry_mot import ModelGeometry
+from .rows_mot import causal_window
 from .translators_backbone_mot import BackboneTranslator, FeedForward
 from .translators_mixture_mot import Mixture, Router
 from .translators_pieces_mot import PieceProjections, project_from
@@ -92,6 +93,8 @@ class ReducedRankTranslator(nn.Module):
             mask), before they are projected up.
         pieces (`Sequence[tuple[int, int]]`, *optional*): Width of each piece (the keys or the values of one target
             layer), and how many of the inner channels it reads, the leading ones. By default all read all.
+        source_window (`int`, *optional*, defaults to 1): Tokens whose source states a token reads, the own one and
+            those before it; these through the same `rank` channels, so that each costs `rank²` weights.
     """
 
     def __init__(
@@ -102,10 +105,14 @@ class ReducedRankTranslator(nn.Module):
         rank: int | None,
         refine: nn.Module | None = None,
         pieces: Sequence[tuple[int, int]] | None = None,
+        source_window: int = 1,
     ):
         super().__init__()
         inner = output_dim if rank is None else rank
+        self.source_window = source_window
         self.source_in = nn.Linear(source_dim, inner, bias=False) if source_dim else None
+        before = inner * (source_window - 1) if source_dim else 0
+        self.source_before = nn.Linear(before, inner, bias=False) if before else None
         self.embedding_in = nn.Linear(embedding_dim, inner, bias=False) if embedding_dim else None
         self.refine = refine
         if pieces is not None:
@@ -129,6 +136,9 @@ class ReducedRankTranslator(nn.Module):
         for project, states in ((self.source_in, source_states), (self.embedding_in, embeddings)):
             if project is not None:
                 inner = inner + project_from(project, states, start if full_rank else 0)
+            if project is self.source_in and self.source_before is not None:
+                before = causal_window(inner, attention_mask, self.source_window)[..., inner.shape[-1] :]
+                inner = inner + self.source_before(before)
         inner = inner - self.center[start if full_rank else 0 :]
         if self.refine is not None:
             inner = inner + self.refine(inner, attention_mask)
@@ -202,7 +212,9 @@ class MixtureTranslator(nn.Module):
             for index, side in enumerate(self.sides)
         ]
         states = torch.cat([part for pair in zip(*translated, strict=True) for part in pair], dim=-1)[..., start:]
-        return states if self.linear is None else states + self.linear(source_states, embeddings, start=start)
+        return (
+            states if self.linear is None else states + self.linear(source_states, embeddings, attention_mask, start)
+        )
 
 
 class MLPTranslator(nn.Module):
@@ -229,7 +241,9 @@ class MLPTranslator(nn.Module):
         read = [part for part in (source_states, embeddings) if part is not None]
         hidden = nn.functional.gelu(self.up(self.norm(torch.cat(read, dim=-1))))
         states = project_from(self.down, nn.functional.gelu(self.middle(hidden)), start)
-        return states if self.linear is None else states + self.linear(source_states, embeddings, start=start)
+        return (
+            states if self.linear is None else states + self.linear(source_states, embeddings, attention_mask, start)
+        )
 
 
 class IdentityTranslator(nn.Module):
@@ -291,7 +305,8 @@ def _linear_path(config: MoTConfig, widths: Widths, refine: nn.Module | None = N
     pieces = None
     if config.piece_ranks is not None:
         pieces = list(zip(sum(widths.target, ()), sum(config.piece_ranks, []), strict=True))
-    return ReducedRankTranslator(widths.source_dim, widths.embeddings, widths.output_dim, config.rank, refine, pieces)
+    widths_read = (widths.source_dim, widths.embeddings, widths.output_dim)
+    return ReducedRankTranslator(*widths_read, config.rank, refine, pieces, config.source_window)
 
 
 def _build_mixture(config: MoTConfig, widths: Widths) -> nn.Module:

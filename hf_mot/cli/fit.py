@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=int, metavar="N", help="number of source layers to read")
     parser.add_argument(
+        "--source-window", type=int, metavar="W", help="tokens whose source states to read, own included"
+    )
+    parser.add_argument(
         "--embedding-window", type=int, metavar="W", help="target token embeddings to read, own included"
     )
     parser.add_argument(
@@ -88,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     options = {
         "rank": args.rank,
         "num_source_layers": args.layers,
+        "source_window": args.source_window,
         "embedding_window": args.embedding_window,
         "max_parameters": args.max_parameters,
         "flops_share": args.flops_share,

@@ -66,6 +66,7 @@ def format_description(description: dict[str, Any]) -> str:
         ("pair", f"{_name(source)} → {_name(target)}"),
         ("method", f"{description['method']}{format_rank(description)}"),
         ("reads", f"{len(set(layers))} of {_layer_count(source)} source layers ({', '.join(map(str, layers))})"),
+        *([("", f"of {description['source_window']} tokens")] if "source_window" in description else []),
         ("", f"embeddings of {description['embedding_window']} target tokens, the own one included"),
         ("writes", f"all {depth} target layers" if written is None else _window(written, depth)),
         *([("", f"keys of the weighted length of the target's own in {len(norms)} of them")] if norms else []),

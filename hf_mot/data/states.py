@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 from hf_mot.configuration_mot import MoTConfig
 from hf_mot.data.shards import damaged, open_shard, read_index, refuse_other_pair, shard_layout
 from hf_mot.geometry_mot import ModelGeometry
-from hf_mot.inputs_mot import TranslationInputs, embedding_window
-from hf_mot.rows_mot import left_pad
+from hf_mot.inputs_mot import TranslationInputs
+from hf_mot.rows_mot import causal_window, left_pad
 
 
 class StatesDataset(Dataset):
@@ -158,6 +158,6 @@ def translation_inputs(
             raise ValueError("`table` is required: the translator reads a window of the target's token embeddings.")
         with torch.no_grad():
             found = table(ids.to(table.weight.device)).to(mask.device)
-        embeddings = embedding_window(found, mask, config.embedding_window).to(dtype)
+        embeddings = causal_window(found, mask, config.embedding_window).to(dtype)
     states = batch["source_states"].to(dtype) if config.source_layers else None
     return TranslationInputs(states, embeddings, ids, mask)

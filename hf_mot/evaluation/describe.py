@@ -47,6 +47,8 @@ def describe_form(config: MoTConfig) -> dict[str, Any]:
     if config.method == "mot":
         form |= {"num_translators": config.num_translators, "hidden_size": config.hidden_size}
     form |= {"source_layers": list(config.source_layers), "embedding_window": config.embedding_window}
+    if config.source_window > 1:
+        form["source_window"] = config.source_window
     return form if config.target_layers is None else {**form, "target_layers": list(config.target_layers)}
 
 
@@ -70,6 +72,8 @@ def format_form(form: dict[str, Any]) -> str:
         parts.append(f"keys of native length in {len(form['key_norms'])} layers")
     if "embedding_window" in form:
         parts.append(f"embedding window {form['embedding_window']}")
+    if "source_window" in form:
+        parts.append(f"source window {form['source_window']}")
     parts += [f"{form['bytes'] / 1e6:.1f} MB"] if "bytes" in form else []
     parts += [form["id"]] if "id" in form else []
     return ", ".join(parts)

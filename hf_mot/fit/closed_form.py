@@ -4,7 +4,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,13 +22,14 @@ from .key_metric import KEY_METRICS, KeyMetric, QueryMoments
 from .layers import choose_source_layers
 from .pair import SAMPLE_TOKENS, Pair, held_out_rows, pair_windows
 from .ranks import Budget
-from .solve import LinearMap, choose_ridge, solve
+from .solve import LinearMap, choose_ridge, solve, solve_windowed
 from .statistics import Moments
 from .weights import channel_weights, output_blocks
 from .windows import Window, batched
 
 DEFAULT_RANK = 1024
 DEFAULT_SOURCE_LAYERS = 10
+DEFAULT_SOURCE_WINDOW = 1
 DEFAULT_EMBEDDING_WINDOW = 5
 DEFAULT_TOKENS = 200_000
 
@@ -61,6 +62,7 @@ def fit(
     rank: int | None = DEFAULT_RANK,
     num_source_layers: int = DEFAULT_SOURCE_LAYERS,
     source_layers: list[int] | None = None,
+    source_window: int = DEFAULT_SOURCE_WINDOW,
     embedding_window: int = DEFAULT_EMBEDDING_WINDOW,
     piece_weights: Sequence[Sequence[float]] | None = None,
     key_metric: str = "plain",
@@ -87,6 +89,9 @@ def fit(
             budget, the most that it may be.
         num_source_layers (`int`, *optional*, defaults to 10): Source layers to read, chosen on a first sample.
         source_layers (`list[int]`, *optional*): Reads these layers instead of choosing.
+        source_window (`int`, *optional*, defaults to 1): Tokens whose source states are read, the own one and those
+            before it; these through the own one's channels, so that little is added to what a handoff costs. The pass
+            over the text takes longer.
         embedding_window (`int`, *optional*, defaults to 5): Target token embeddings read beside the source, in tokens.
         piece_weights (`Sequence[Sequence[float]]`, *optional*): What squared errors of keys and of values count,
             `[keys, values]` for each target layer, as [`piece_weights`] makes them of a measured sensitivity: a low
@@ -124,6 +129,7 @@ def fit(
     for name, value, least in (
         ("rank", 1 if rank is None else rank, 1),
         ("num_source_layers", num_source_layers, 1),
+        ("source_window", source_window, 1),
         ("embedding_window", embedding_window, 0),
         ("max_tokens", max_tokens, 1),
         ("batch_tokens", batch_tokens, 1),
@@ -132,9 +138,11 @@ def fit(
         if value < least:
             raise ValueError(f"`{name}` must be at least {least}, got {value}.")
     pair = Pair(source, target, source_tokenizer, target_tokenizer)
-    budget = Budget.of(pair.target_geometry, max_parameters, flops_share)
+    budget = Budget.of(pair.target_geometry, max_parameters, flops_share, source_window)
     if budget is not None and rank is None:
         raise ValueError("`rank` is None, but a budget needs the most that it may be. Give a number.")
+    if source_window > 1 and rank is None:
+        raise ValueError(f"`rank` is None, but a `source_window` of {source_window} needs one. Give a number.")
     weights = None if piece_weights is None else channel_weights(piece_weights, pair.target_geometry)
     depth = len(pair.source_geometry.layers)
     if source_layers is not None:
@@ -147,7 +155,12 @@ def fit(
     windows, held_out, counter = pair_windows(pair, documents, held_out_documents, max_tokens, seed)
     contracts = (pair.source_contract, pair.target_contract)
     settings = gathering_settings(
-        contracts, held_out, embedding_window=embedding_window, key_metric=key_metric, seed=seed
+        contracts,
+        held_out,
+        source_window=source_window,
+        embedding_window=embedding_window,
+        key_metric=key_metric,
+        seed=seed,
     )
     gathered = None
     if statistics is not None and os.path.exists(statistics):
@@ -168,7 +181,8 @@ def fit(
             pair, batched(sample, 2048), num_source_layers, embedding_window, seed, weights
         )
     seconds = {"choice_of_layers": time.perf_counter() - started}
-    shell = MoTModel(pair.config(source_layers=source_layers, rank=1, embedding_window=embedding_window))
+    windows_read = {"source_window": source_window if source_layers else 1, "embedding_window": embedding_window}
+    shell = MoTModel(pair.config(source_layers=source_layers, rank=1, **windows_read))
     if budget is not None:  # too little must not cost the pass over the text
         read = Widths.of(shell.config)
         budget.check(rank, read.source_dim + read.embeddings)
@@ -195,6 +209,7 @@ def fit(
     report = {
         "method": method,
         "source_layers": source_layers,
+        **({} if source_window == 1 else {"source_window": source_window}),
         "embedding_window": embedding_window,
         **({"key_norms": translator.config.key_norms} if key_norms else {}),
         **choices,
@@ -239,14 +254,19 @@ def _solve_both(
         len(moments.xx) - config.embedding_window * pair.target_geometry.embedding_dim, len(moments.xx)
     )
     config = pair.config(source_layers=[], embedding_window=config.embedding_window, key_norms=config.key_norms)
+    budget = None if budget is None else replace(budget, source_window=1)
     no_source, own = _solve_one(pair, moments.select(columns), held_x[:, columns], held_y, config, rank, seed, budget)
     return translator, no_source, {**choices, "no_source": own}
 
 
 def _solve_one(pair, moments: Moments, held_x, held_y, config: MoTConfig, rank, seed: int, budget: Budget | None):
     ridge, curve = choose_ridge(moments, held_x, pair.in_metric(held_y), seed)
-    rank = None if rank is None else min(rank, *moments.xy.shape)
-    solution = solve(moments, ridge, rank, seed, budget)
+    read = Widths.of(config)
+    rank = None if rank is None else min(rank, read.source_dim + read.embeddings, read.output_dim)
+    if config.source_window == 1:
+        solution = solve(moments, ridge, rank, seed, budget)
+    else:
+        solution = solve_windowed(moments, read.source_dim, config.source_window, ridge, rank, seed, budget)
     solution = solution if pair.key_metric is None else pair.key_metric.undo(solution)
     if pair.key_lengths is not None:
         lengths, key_weights = pair.key_lengths
@@ -254,7 +274,9 @@ def _solve_one(pair, moments: Moments, held_x, held_y, config: MoTConfig, rank, 
     form: dict[str, Any] = {"rank": None if solution.up is None else len(solution.up)}
     if solution.piece_ranks is not None:
         form["piece_ranks"] = torch.tensor(solution.piece_ranks).view(-1, 2).tolist()
-    shared = {name: getattr(config, name) for name in ("source_layers", "embedding_window", "key_norms")}
+    shared = {
+        name: getattr(config, name) for name in ("source_layers", "source_window", "embedding_window", "key_norms")
+    }
     own = pair.config(**shared, **form)
     return build_translator(own, solution), {**form, "ridge": ridge, "ridge_curve": curve}
 
@@ -274,7 +296,11 @@ def build_translator(config: MoTConfig, solution: LinearMap) -> MoTModel:
         if module.source_in is not None:
             module.source_in.weight.copy_(solution.down[:source_dim].T)
         if module.embedding_in is not None:
-            module.embedding_in.weight.copy_(solution.down[source_dim:].T)
+            module.embedding_in.weight.copy_(solution.down[config.source_window * source_dim :].T)
+        if module.source_before is not None:  # those of the tokens before are in the span of the own one's
+            own, *before = solution.down[: config.source_window * source_dim].split(source_dim)
+            through = torch.linalg.lstsq(own, torch.cat(before, dim=1)).solution  # [rank, (window - 1) * rank]
+            module.source_before.weight.copy_(torch.cat(through.split(len(through), dim=1)).T)
         if up is not None:
             module.center.copy_(solution.center)
             module.scale.copy_(scale)

@@ -126,12 +126,19 @@ class Gathered:
 
 
 def gathering_settings(
-    contracts: Sequence[dict[str, Any]], held_out: Sequence[str], *, embedding_window: int, key_metric: str, seed: int
+    contracts: Sequence[dict[str, Any]],
+    held_out: Sequence[str],
+    *,
+    source_window: int,
+    embedding_window: int,
+    key_metric: str,
+    seed: int,
 ) -> dict[str, Any]:
     """By what [`Gathered`] of the same models and options is known, and by the documents that are held out."""
     return {
         "pair": [[*identity(contract), contract["dtype"]] for contract in contracts],
         "documents": hashlib.sha256("\0".join(held_out).encode()).hexdigest(),
+        "source_window": source_window,
         "embedding_window": embedding_window,
         "key_metric": key_metric,
         "seed": seed,

@@ -17,7 +17,7 @@ from ..contract_mot import describe_model
 from ..data import iterate_documents
 from ..geometry_mot import ModelGeometry
 from ..modeling_mot import MoTModel
-from ..rows_mot import positions_from_mask
+from ..rows_mot import causal_window, positions_from_mask
 from .key_metric import KeyMetric
 from .norms import KeyLengths
 from .windows import SHUFFLE_BUFFER, Window, calibration_windows, characters_per_token, shuffled
@@ -60,8 +60,8 @@ class Pair:
 
     @torch.no_grad()
     def rows(self, shell: MoTModel, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features (source states, then the embedding window) and outputs (the target's own position-free states) of
-        every context token: `[tokens, features]`, `[tokens, outputs]`, on the CPU in fp32."""
+        """Features (source states of the `source_window`, then the embedding window) and outputs (the target's own
+        position-free states) of every context token: `[tokens, features]`, `[tokens, outputs]`, on the CPU in fp32."""
         started = time.perf_counter()
         cache, source_ids, source_mask = shell.read_source(texts, self.source, self.source_tokenizer)
         self.seconds["forward"] += time.perf_counter() - started
@@ -82,6 +82,8 @@ class Pair:
         # Pads and the natively run prefix are not translated.
         kept = inputs.target_mask.bool() & (positions >= len(self.target_contract["prefix_ids"]))
         features = [part for part in (inputs.source_states, inputs.embeddings) if part is not None]
+        if inputs.source_states is not None:
+            features[0] = causal_window(features[0], inputs.target_mask, shell.config.source_window)
         x = torch.cat([part.cpu()[kept] for part in features], dim=-1)
         return x.float(), outputs.cpu()[kept].float()
 

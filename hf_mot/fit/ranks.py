@@ -26,13 +26,22 @@ class Budget:
     Args:
         weights (`int`): Weights of both; gains and biases of channels, and what key norms have, left out.
         widths (`list[int]`): Channels of each piece.
+        source_window (`int`, *optional*, defaults to 1): Tokens whose source states are read; each but the own one
+            takes the square of the rank.
     """
 
     weights: int
     widths: list[int]
+    source_window: int = 1
 
     @classmethod
-    def of(cls, geometry: ModelGeometry, max_parameters: int | None, flops_share: float | None) -> "Budget | None":
+    def of(
+        cls,
+        geometry: ModelGeometry,
+        max_parameters: int | None,
+        flops_share: float | None,
+        source_window: int = 1,
+    ) -> "Budget | None":
         """
         The tighter of two limits; `None` without any.
 
@@ -41,6 +50,7 @@ class Budget:
             max_parameters (`int`, *optional*): Parameters in all, the gains and biases of channels and the gains of
                 key norms included.
             flops_share (`float`, *optional*): FLOPs as a share of the target's own prefill, at 1,024 tokens.
+            source_window (`int`, *optional*, defaults to 1): Tokens whose source states are read.
 
         Raises:
             `ValueError`: a limit that is not positive.
@@ -54,18 +64,21 @@ class Budget:
             limits.append(max_parameters - 2 * sum(widths) - gains)
         if flops_share is not None:
             limits.append(int(flops_share * native_flops(geometry, BUDGET_CONTEXT) / (2 * BUDGET_CONTEXT)))
-        return cls(min(limits), widths) if limits else None
+        return cls(min(limits), widths, source_window) if limits else None
 
     def check(self, rank: int, features: int) -> None:
         """Raises `ValueError` if the lowest ranks take more, of those up to `rank` on so many features."""
         lowest = rank_grid(min(rank, features, sum(self.widths)))[0]
-        least = lowest * (features + sum(self.widths))
+        least = self._down(lowest, features) + lowest * sum(self.widths)
         if self.weights < least:
             raise ValueError(
                 f"`max_parameters` or `flops_share` leaves {self.weights:,} weights to the projections, but "
                 f"{lowest} channels alone take {least:,}. Allow more, or lower `rank`, the number of source layers "
                 "or `embedding_window`."
             )
+
+    def _down(self, rank: int, features: int) -> int:
+        return rank * (features + (self.source_window - 1) * rank)
 
     def spend(self, up: torch.Tensor, features: int) -> list[int]:
         """
@@ -88,7 +101,7 @@ class Budget:
         cost = torch.outer(*(torch.tensor(own, dtype=lost.dtype) for own in (self.widths, grid)))
         choices = []
         for size, rank in enumerate(grid, start=1):
-            spare = self.weights - features * rank
+            spare = self.weights - self._down(rank, features)
             if cost[:, 0].sum() <= spare:
                 chosen = _buy(lost[:, :size], cost[:, :size], spare)
                 choices.append((lost.gather(1, chosen).sum().item(), [grid[place] for place in chosen.flatten()]))

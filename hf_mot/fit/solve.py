@@ -3,7 +3,7 @@
 Everything is in fp64. Shapes: x `[rows, features]`, y `[rows, outputs]`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,12 +60,20 @@ def choose_ridge(
     return min(curve, key=lambda point: point["error"])["ridge"], curve
 
 
-def solve(moments: Moments, ridge: float, rank: int | None, seed: int, budget: Budget | None = None) -> LinearMap:
+def solve(
+    moments: Moments,
+    ridge: float,
+    rank: int | None,
+    seed: int,
+    budget: Budget | None = None,
+    read: int | None = None,
+) -> LinearMap:
     """
     Ridge regression, cut to `rank` by reduced-rank regression: of all maps through `rank` channels the one with the
     smallest regularised squared error. Its channels are the leading left singular vectors of `L⁻¹ XᵀY` with
     `LLᵀ = XᵀX + λI`, found by a randomised range finder with power iterations (Halko, Martinsson and Tropp, 2011).
-    Within a budget, `rank` is the most that a piece may read.
+    Within a budget, `rank` is the most that a piece may read, and `read` channels (by default all features) are what
+    the down-projection costs.
     """
     factor = _factor(moments, ridge)
     whitened = torch.linalg.solve_triangular(factor, moments.xy, upper=False)  # [features, outputs]
@@ -76,7 +84,7 @@ def solve(moments: Moments, ridge: float, rank: int | None, seed: int, budget: B
         basis = _leading_directions(whitened, rank, seed)
         up = basis.T @ whitened
         if budget is not None:
-            piece_ranks = budget.spend(up, len(basis))
+            piece_ranks = budget.spend(up, len(basis) if read is None else read)
             read = torch.tensor(piece_ranks).repeat_interleave(torch.tensor(budget.widths))  # [outputs]
             up = up[: read.max()] * (torch.arange(read.max())[:, None] < read)
         down = torch.linalg.solve_triangular(factor.T, basis[:, : len(up)], upper=True)
@@ -88,6 +96,28 @@ def solve(moments: Moments, ridge: float, rank: int | None, seed: int, budget: B
     up = up * moments.y_scale
     center = moments.x_mean @ down
     return LinearMap(down, up, moments.y_mean - center @ up, piece_ranks, center)
+
+
+def solve_windowed(
+    moments: Moments, source_dim: int, window: int, ridge: float, rank: int, seed: int, budget: Budget | None = None
+) -> LinearMap:
+    """
+    As [`solve`], where the features start with `source_dim` channels of each of `window` tokens, the own one first,
+    and those of the tokens before may be read through what the own token is read through alone: `down` of theirs is
+    `down` of the own, `[source_dim, rank]`, times something. The channels are those that are best without the tokens
+    before, then rotated.
+    """
+    features = len(moments.xx)
+    own = torch.cat([torch.arange(source_dim), torch.arange(window * source_dim, features)])
+    through = solve(moments.select(own), ridge, rank, seed).down[:source_dim]
+    while True:
+        beside = torch.eye(features - window * source_dim, dtype=through.dtype)
+        into = torch.block_diag(*[through] * window, beside)
+        found = solve(moments.mapped(into), ridge, through.shape[1], seed, budget, len(own))
+        chosen = found.down.shape[1]
+        if chosen == through.shape[1]:
+            return replace(found, down=into @ found.down)
+        through = through[:, :chosen]  # what the budget leaves
 
 
 def _factor(moments: Moments, ridge: float) -> torch.Tensor:

@@ -33,6 +33,15 @@ class Moments:
         features = (self.xx[columns][:, columns], self.xy[columns], self.x_mean[columns], self.x_scale[columns])
         return Moments(self.count, *features, self.y_mean, self.y_scale)
 
+    def mapped(self, into: torch.Tensor) -> "Moments":
+        """The moments of linear combinations of the features, `features @ into` in the models' own units."""
+        own = into.double() * self.x_scale[:, None]
+        covariance = own.T @ self.xx @ own
+        scale = covariance.diagonal().sqrt().clamp(min=1e-12)
+        covariance = covariance / scale / scale[:, None]
+        features = (covariance, own.T @ self.xy / scale[:, None], self.x_mean @ into.double(), scale)
+        return Moments(self.count, *features, self.y_mean, self.y_scale)
+
     def weighted(self, weights: torch.Tensor) -> "Moments":
         """The moments with outputs in units in which their plain squared error is the one weighted by `weights`
         `[outputs]`; what is solved from them comes in the models' own units as before."""

@@ -243,8 +243,9 @@ def _making(config: MoTConfig, report: dict[str, Any]) -> list[str]:
     written = form.get("target_layers")
     window = f", target layers {written[0]}-{written[-1]}" if written else ""
     lines = [
-        f"- method: {config.method}{format_rank(form)}, source layers {layers}{window}, embeddings of "
-        f"{config.embedding_window} target tokens"
+        f"- method: {config.method}{format_rank(form)}, source layers {layers}"
+        + (f" of {form['source_window']} tokens" if "source_window" in form else "")
+        + f"{window}, embeddings of {config.embedding_window} target tokens"
     ]
     if config.key_norms:
         lines.append(f"- keys get the weighted length of the target's own in {len(config.key_norms)} of its layers")
