@@ -266,7 +266,15 @@ def test_report_of_the_command(folder, tmp_path):
         (["--text", "text.txt", "--prompt-style", "plan"], "`--prompt-style` is 'plan'. Did you mean plain"),
         (["--text", "text.txt", "--closed-sets", "generat"], "`--closed-sets` is 'generat'. Did you mean generate"),
         (["--tasks", ","], "`--text` and `--tasks` are both missing"),
-        (["--text", "text.txt", "--show-prompts"], "`--show-prompts` shows those of `--tasks`, which is missing"),
+        (["--text", "text.txt", "--show-prompts"], "`--show-prompts` is of no effect without --tasks"),
+        (["--text", "text.txt", "--data", "data"], "`--data` is of no effect without --tasks"),
+        (["--text", "text.txt", "--gate-margin", "0.1"], "`--gate-margin` is of no effect without --gate"),
+        (["--text", "text.txt", "--overwrite"], "`--overwrite` is of no effect without --json or --report"),
+        (["--text", "text.txt", "--no-cost", "--cost-context", "64"], "`--cost-context` and `--no-cost` exclude"),
+        (
+            ["--text", "text.txt", "--arms", "ridge", "--source", "absent"],
+            "`--arms` holds ridge, which is fitted first",
+        ),
     ],
 )
 def test_bad_arguments_are_found_before_a_model_is_loaded(folder, monkeypatch, arguments, message):

@@ -20,9 +20,10 @@ from hf_mot.cli.rivals import (
     RIDGE_FILE,
     can_refit,
     check_corpus,
+    fit_missing_ridge,
     has_twin,
+    load_baselines,
     load_twin,
-    make_baselines,
     must_refit,
     refit_twin,
 )
@@ -71,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gate", action="store_true", help="exit with 1 unless better than its controls and good enough"
     )
-    parser.add_argument("--gate-recovery", type=float, default=0.5, metavar="X", help="recovery it must reach [0.5]")
-    parser.add_argument("--gate-margin", type=float, default=0.0, metavar="X", help="nats above each control [0]")
+    parser.add_argument("--gate-recovery", type=float, metavar="X", help="recovery it must reach [0.5]")
+    parser.add_argument("--gate-margin", type=float, metavar="X", help="nats above each control [0]")
     parser.add_argument(
         "--fit-text", nargs="+", metavar="FILE", help="what it was fitted on: finds overlap, and fits missing rivals"
     )
@@ -94,8 +95,7 @@ def run(args: argparse.Namespace) -> int:
     check_output_file(args.json, "--json")
     if args.text is None and not split_names(args.tasks):
         raise ValueError("`--text` and `--tasks` are both missing: there is nothing to measure on. Give one of them.")
-    if args.show_prompts and not split_names(args.tasks):
-        raise ValueError("`--show-prompts` shows those of `--tasks`, which is missing. Name a task.")
+    _check_options(args)
     if args.report is not None and os.path.exists(args.report) and not os.path.isdir(args.report):
         raise ValueError(f"`--report` must name a folder, got the file {args.report}.")
 
@@ -116,7 +116,9 @@ def run(args: argparse.Namespace) -> int:
     check_choice(args.closed_sets, CLOSED_SETS, "--closed-sets")
     if args.report is not None:
         require_matplotlib()
-    gate = Gate(args.gate_recovery, args.gate_margin) if args.gate else None
+    thresholds = {"recovery": args.gate_recovery, "margin": args.gate_margin}
+    given = {name: value for name, value in thresholds.items() if value is not None}
+    gate = Gate(**given) if args.gate else None
     documents = list(read_documents(args.text, lines=args.lines)) if args.text else None
     tasks = load_tasks(args.tasks, args.data)
     translator = load_translator(args.translator)
@@ -141,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
     if args.show_prompts:
         print(_format_prompts(args, translator, tasks))
         return 0
+    baselines = load_baselines(args, arms, translator)
     results = _results_file(args)
     # What cannot be gone on with, or reused, must not cost the loading of the models either.
     store = ResultStore(results, overwrite=args.overwrite, reuse=args.reuse)
@@ -151,12 +154,14 @@ def run(args: argparse.Namespace) -> int:
 
     if "no_source" in arms and no_source is None:
         no_source = refit_twin(args.translator, translator, corpus(), pair)
+    if "ridge" in arms and "ridge" not in baselines:
+        baselines["ridge"] = fit_missing_ridge(args, corpus(), pair)
     report = evaluate(
         translator,
         documents,
         **pair,
         no_source=no_source,
-        baselines=make_baselines(args, arms, translator, corpus, pair),
+        baselines=baselines,
         tasks=tasks,
         seed=args.seed,
         prompt_style=args.prompt_style,
@@ -188,6 +193,23 @@ def run(args: argparse.Namespace) -> int:
         return 1
     # What is missing of a curve may be a plan of more tokens than a context has: it is no failure.
     return int(any("@" not in arm for arms in report.get("missing", {}).values() for arm in arms))
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises `ValueError` for an option that would have no effect."""
+    tasks, kept = bool(split_names(args.tasks)), args.json is not None or args.report is not None
+    for option, given, needed, there in (
+        ("--show-prompts", args.show_prompts, "--tasks", tasks),
+        ("--data", args.data is not None, "--tasks", tasks),
+        ("--truncate", args.truncate, "--tasks", tasks),
+        ("--gate-recovery", args.gate_recovery is not None, "--gate", args.gate),
+        ("--gate-margin", args.gate_margin is not None, "--gate", args.gate),
+        ("--overwrite", args.overwrite, "--json or --report", kept),
+    ):
+        if given and not there:
+            raise ValueError(f"`{option}` is of no effect without {needed}. Give that too, or leave it out.")
+    if args.cost_context is not None and args.no_cost:
+        raise ValueError("`--cost-context` and `--no-cost` exclude each other. Leave one of them out.")
 
 
 def _all_arms(args: argparse.Namespace, translator: Any) -> list[str]:

@@ -91,29 +91,39 @@ def refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):
     return twin
 
 
-def make_baselines(args: argparse.Namespace, arms: list[str], translator: Any, corpus: Any, pair: dict[str, Any]):
-    from hf_mot.baselines import RawCopy, Ridge, fit_ridge
-    from hf_mot.cli.fit import describe_file
+def load_baselines(args: argparse.Namespace, arms: list[str], translator: Any) -> dict[str, Any]:
+    """The baselines among `arms` that need no fit any more. Raises `ValueError` where one cannot be fitted either."""
+    from hf_mot.baselines import RawCopy, Ridge
 
     baselines: dict[str, Any] = {}
-    corpora = [describe_file(path) for path in args.fit_text or ()]
     if "raw_copy" in arms:
         baselines["raw_copy"] = RawCopy(translator)
-    if "ridge" in arms:
-        kept = os.path.join(args.translator, RIDGE_FILE) if os.path.isdir(args.translator) else None
-        if kept is not None and os.path.isfile(kept):
-            baselines["ridge"] = Ridge.load(kept, translator)
-            fitted_on = baselines["ridge"].report.get("corpus")
-            if corpora and fitted_on not in (None, corpora):
-                raise ValueError(
-                    f"{kept} was fitted on {', '.join(entry['name'] for entry in fitted_on)}, and `--fit-text` is not "
-                    "that. Remove it, and it is fitted anew."
-                )
-        elif not args.fit_text:
-            raise ValueError("`--arms` holds ridge, which is fitted first. Give --fit-text, or leave the arm out.")
-        else:
-            baselines["ridge"] = fit_ridge(corpus(), **pair, seed=args.seed)
-            baselines["ridge"].report["corpus"] = corpora
-            if kept is not None:
-                baselines["ridge"].save(kept)
+    if "ridge" in arms and os.path.isfile(os.path.join(args.translator, RIDGE_FILE)):
+        kept = os.path.join(args.translator, RIDGE_FILE)
+        baselines["ridge"] = Ridge.load(kept, translator)
+        fitted_on, corpora = baselines["ridge"].report.get("corpus"), _corpora(args)
+        if corpora and fitted_on not in (None, corpora):
+            raise ValueError(
+                f"{kept} was fitted on {', '.join(entry['name'] for entry in fitted_on)}, and `--fit-text` is not "
+                "that. Remove it, and it is fitted anew."
+            )
+    elif "ridge" in arms and not args.fit_text:
+        raise ValueError("`--arms` holds ridge, which is fitted first. Give --fit-text, or leave the arm out.")
     return baselines
+
+
+def fit_missing_ridge(args: argparse.Namespace, corpus: Any, pair: dict[str, Any]):
+    """Ridge on the text of `--fit-text`, kept beside the translator where that is a folder."""
+    from hf_mot.baselines import fit_ridge
+
+    ridge = fit_ridge(corpus, **pair, seed=args.seed)
+    ridge.report["corpus"] = _corpora(args)
+    if os.path.isdir(args.translator):
+        ridge.save(os.path.join(args.translator, RIDGE_FILE))
+    return ridge
+
+
+def _corpora(args: argparse.Namespace) -> list[dict[str, str]]:
+    from hf_mot.cli.fit import describe_file
+
+    return [describe_file(path) for path in args.fit_text or ()]

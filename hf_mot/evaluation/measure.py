@@ -1,6 +1,7 @@
 """The loop over batches and arms: what is scored once is never scored again, and a crash in one arm is its own."""
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -46,10 +47,15 @@ def partner_shift(items: Sequence[Item], arms: str = "wrong_document") -> int:
         sizes[item.group] = sizes.get(item.group, 0) + 1
     shift = max(sizes.values())
     others = [items[(index + shift) % len(items)] for index in range(len(items))]
-    if len(sizes) < 2 or any(item.group == other.group for item, other in zip(items, others, strict=True)):
+    if len(sizes) < 2:
         raise ValueError(
-            f"`arms` holds {arms}, which needs at least 2 documents, got {len(sizes)} of sufficient length, or one "
-            "has more windows or questions than all others together. Give more documents, or leave the arm out."
+            f"`arms` holds {arms}, which needs at least 2 documents, got {len(sizes)} of sufficient length. Give more "
+            "documents, or leave the arm out."
+        )
+    if any(item.group == other.group for item, other in zip(items, others, strict=True)):
+        raise ValueError(
+            f"`arms` holds {arms}, which needs another document for each window or question, but one document has "
+            f"{shift} of {len(items)}. Give more documents, or leave the arm out."
         )
     return shift
 
@@ -139,9 +145,14 @@ def own_settings(models: Models, arms: Sequence[str]) -> dict[str, dict[str, str
     """By arm what its results depend on, and no other arm's."""
     twin = {} if models.no_source is None else {"twin": fingerprint(models.no_source)}
     asked = {"source_prompt": models.prompters["source"].style} if "source" in models.prompters else {}
+    baselines = {
+        name: {"baseline": hashlib.sha256(json.dumps(baseline.report).encode()).hexdigest()[:16]}
+        for name, baseline in models.baselines.items()
+        if baseline.report
+    }
     found = {name: find_arm(name) for name in arms}
     return {
-        name: (twin if arm.needs == "no_source" else {}) | (asked if arm.tasks_only else {})
+        name: (twin if arm.needs == "no_source" else baselines.get(arm.needs, {})) | (asked if arm.tasks_only else {})
         for name, arm in found.items()
     }
 

@@ -10,7 +10,6 @@ from hf_mot.alignment_mot import tokenize_with_spans
 from hf_mot.evaluation.tasks import Example, Task
 
 STYLES = ("auto", "chat", "plain")
-MAX_DEMONSTRATION_TOKENS = 64
 
 
 @dataclass(frozen=True)

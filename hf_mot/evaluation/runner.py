@@ -286,21 +286,21 @@ def evaluate(
         report["overlap"] = _overlap(tested, fit_corpus)
     if gate is not None:
         report["gate"] = judge({**report, "missing": missing}, gate)
-    length = len(cost_window.context_ids)
+    cost_length = len(cost_window.context_ids)
+    length = report.get("context_length", cost_length)  # that of the recovery beside them
     native = ARMS["native"].flops(models, length)
     report["flops_ratios"] = {
         arm: ARMS[arm].flops(models, length) / native for arm in arms if arm in ARMS and ARMS[arm].flops is not None
     }
     costs: dict[str, dict[str, float]] = {}
     if cost:
-        own = [plan for plan in plans if ReplayPlan.parse(plan).tokens <= length - len(prefix_ids)]
+        own = [plan for plan in plans if ReplayPlan.parse(plan).tokens <= cost_length - len(prefix_ids)]
         try:
             report["cost"] = measure_cost(models, cost_window, plans=own)
             costs = report["cost"].pop("by_plan", {})
         except CRASHES as error:
             missing["cost"] = {"translated": describe_crash(error)}
     if plans:
-        length = report.get("context_length", length)
         shares = {plan: ReplayPlan.parse(plan).flops_share(translator.config, length) for plan in plans}
         report["curve"] = curve_points(report, shares, by_plan, costs)
     if missing:

@@ -138,7 +138,8 @@ def cut_windows(
     if not result.windows:
         raise ValueError(
             f"`documents` holds no document of {context_length} + {CONTINUATION_TOKENS} target tokens: "
-            f"{result.too_short} of {len(documents)} are shorter, and the source has too few positions for "
-            f"{result.too_long_for_source}. Give longer documents or a smaller `context_length`."
+            f"{result.too_short} of {len(documents)} are shorter, the context of {result.split_character} would end "
+            f"within a character, and the source has too few positions for {result.too_long_for_source}. Give longer "
+            "documents or a smaller `context_length`."
         )
     return result
