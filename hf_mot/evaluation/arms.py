@@ -93,7 +93,8 @@ class Batch:
     Args:
         models (`Models`): All that an arm may use.
         contexts (`Sequence[Context]`): The contexts.
-        others (`Sequence[Context]`, *optional*): For each of them, the next other one in the seeded order.
+        others (`Sequence[Context]`, *optional*): For each of them, one of another document, some places ahead in the
+            order in which they are read.
     """
 
     models: Models
@@ -186,8 +187,8 @@ class Arm:
     Args:
         about (`str`): What is then read, for a table.
         cache (`Callable[[Batch], TranslatedCache]`): From contexts to caches.
-        wrong (`bool`, *optional*, defaults to `False`): Whether the cache is judged on the item before its own in the
-            seeded order: for that item it is the cache of the next one.
+        wrong (`bool`, *optional*, defaults to `False`): Whether the cache is judged on an item of another document:
+            for that item it is the cache of one some places ahead.
         reader (`str`, *optional*, defaults to `"target"`): Who answers from it.
         needs (`str`, *optional*): What it cannot do without: `"source"`, `"no_source"`, `"identity"` or a baseline.
         flops (`Callable[[Models, int], float]`, *optional*): FLOPs of getting the cache of so many target tokens.

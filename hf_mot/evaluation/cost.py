@@ -48,7 +48,8 @@ def measure_cost(models: Models, window: Window, *, repeats: int = 5, plans: Seq
           cache included; on the target's device, if that is CUDA or the CPU (see [`peak_growth`]);
         - `prefill_peak_bytes`: the same during the target's own prefill, its cache included;
         - `context_length`, `prompt_tokens`, `repeats`: what it was measured with;
-        - `by_plan`: for each of `plans` a dict of its `handoff_s`, `time_ratio`, `flops_ratio` and `peak_bytes`.
+        - `by_plan`: for each of `plans` a dict of its `handoff_s`, `time_ratio` (and its ends), `flops_ratio` and
+          `peak_bytes`.
     """
     target, translator = models.target, models.translator
     layers = translator.config.source_layers

@@ -16,8 +16,8 @@ from hf_mot.evaluation.store import SHARED_ARMS
 from hf_mot.modeling_mot import MoTModel
 from hf_mot.replay_mot import ReplayPlan
 
-# What is measured by each plan, where it is measured at all. Without the first three there is no curve.
-NEEDED_ARMS = ("native", "no_context", "translated")
+NEEDED_ARMS = ("native", "no_context", "translated")  # without which there is no curve
+# What is measured by each plan, where it is measured at all.
 PLANNED_ARMS = ("translated", "wrong_document", "no_source", "target_layers_only")
 STEPS = 6  # between none and all of the target's own prefill
 _LEFT_OUT = ("version", "categories", "better_by", "native_minus_no_context", "counts")  # of a task, in a point

@@ -14,8 +14,8 @@ METRICS = {
     "content_recovery": ("wrong_document", ("native_wrong_document", "native")),
     "source_value": ("no_source", ("no_source", "native")),
 }
-# What a translation must beat.
-CONTROLS = ("no_context", "wrong_document", "wrong_source", "no_source")
+# What a translation is compared with; the gate asks for all but the first.
+COMPARED = ("no_context", "wrong_document", "wrong_source", "no_source")
 
 
 def bootstrap_means(
@@ -92,8 +92,9 @@ def ratio_of_means(
     anew in each resample.
 
     Args:
-        numerator (`torch.Tensor` of shape `(documents,)`): One figure a document.
-        denominator (`torch.Tensor` of shape `(documents,)`): One figure a document, in the same order.
+        numerator (`torch.Tensor` of shape `(rows,)`): One figure a row: a document, or a window or question of one of
+            `clusters`.
+        denominator (`torch.Tensor` of shape `(rows,)`): Likewise, in the same order.
         resamples (`int`, *optional*, defaults to 2000): Number of draws.
         seed (`int`, *optional*, defaults to 0): Seed of the draws.
         clusters (`Sequence`, *optional*): As in `bootstrap_means`.
@@ -124,7 +125,6 @@ def compare(
     nll: dict[str, torch.Tensor],
     metric: str,
     arm: str = "translated",
-    resamples: int = RESAMPLES,
     seed: int = 0,
     clusters: Sequence[Hashable] | None = None,
 ) -> tuple[dict[str, float] | None, str | None]:
@@ -137,10 +137,9 @@ def compare(
     - *source_value*: (no_source - x) / (no_source - native), what the source adds to the target's own embeddings.
 
     Args:
-        nll (`dict[str, torch.Tensor]`): Per arm the NLL of each document in nats, shape `(documents,)`.
+        nll (`dict[str, torch.Tensor]`): Per arm the NLL of each window in nats, shape `(rows,)`.
         metric (`str`): A key of `METRICS`.
         arm (`str`, *optional*, defaults to `"translated"`): The arm x.
-        resamples (`int`, *optional*, defaults to 2000): Number of bootstrap draws.
         seed (`int`, *optional*, defaults to 0): Seed of the draws.
         clusters (`Sequence`, *optional*): As in `bootstrap_means`.
 
@@ -152,7 +151,8 @@ def compare(
     if not {arm, reference, worst, best} <= nll.keys():
         return None, None
     try:
-        return ratio_of_means(nll[reference] - nll[arm], nll[worst] - nll[best], resamples, seed, clusters), None
+        shares = ratio_of_means(nll[reference] - nll[arm], nll[worst] - nll[best], seed=seed, clusters=clusters)
+        return shares, None
     except ValueError as error:
         return None, f"{metric} of {arm} is left out: {error}."
 
@@ -166,7 +166,7 @@ def better_by(
         return {}
     found = {
         arm: mean_with_interval(sign * (values["translated"] - values[arm]), seed, clusters)
-        for arm in CONTROLS
+        for arm in COMPARED
         if arm in values
     }
     return {"better_by": found} if found else {}
