@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from hf_mot import MoTModel
 from hf_mot.cli.main import parse
 from hf_mot.cli.train import translator_settings
-from hf_mot.compat_mot import cache_argument, decoder_of
+from hf_mot.compat_mot import cache_argument, decoder_of, layer_windows
 from hf_mot.geometry_mot import ModelGeometry, probe
 from hf_mot.modeling_mot import MoTOutput
 from hf_mot.translators_mot import Widths
@@ -152,6 +152,7 @@ def geometry(model: PreTrainedModel, cache: DynamicCache, kind: ModelGeometry) -
     return replace(
         kind,
         layers=(layer,) * model.config.num_hidden_layers,
+        windows=tuple(layer_windows(model.config)),
         embedding_dim=embeddings.shape[-1],
         attention_dim=model.config.num_attention_heads * layer.key_dim,
         decoder_parameters=sum(w.numel() for w in decoder_of(model).parameters() if w is not embeddings),
