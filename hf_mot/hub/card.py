@@ -240,11 +240,13 @@ def _making(config: MoTConfig, report: dict[str, Any]) -> list[str]:
     form = describe_form(config)
     layers = ", ".join(map(str, config.source_layers)) or "none"
     written = form.get("target_layers")
+    reads_target = config.target_hidden_layer is not None
     window = f", target layers {written[0]}-{written[-1]}" if written else ""
     lines = [
         f"- method: {config.method}{format_rank(form)}, source layers {layers}"
         + (f" of {form['source_window']} tokens" if "source_window" in form else "")
         + f"{window}, embeddings of {config.embedding_window} target tokens"
+        + (f", the target's hidden state before layer {config.target_hidden_layer}" if reads_target else "")
     ]
     if config.key_norms:
         lines.append(f"- keys get the weighted length of the target's own in {len(config.key_norms)} of its layers")
