@@ -138,6 +138,8 @@ def _evaluate(result, pair: dict[str, Any], documents: Iterable[str], args: argp
     from hf_mot.evaluation import DEFAULT_ARMS, evaluate
 
     arms = [*DEFAULT_ARMS, "identity", *(["no_source"] if result.no_source is not None else [])]
+    if result.translator.config.target_hidden_layer is not None:
+        arms.append("target_layers_only")
     report = evaluate(
         result.translator,
         documents,

@@ -15,7 +15,7 @@ METRICS = {
     "source_value": ("no_source", ("no_source", "native")),
 }
 # What a translation must beat.
-CONTROLS = ("no_context", "wrong_document", "wrong_source", "no_source")
+CONTROLS = ("no_context", "wrong_document", "wrong_source", "no_source", "target_layers_only")
 
 
 def bootstrap_means(

@@ -14,6 +14,7 @@ ARMS = {
     "translated": "**the translated cache**",
     "identity": "its own cache, through the same path (check)",
     "no_source": "a cache made without any source: its own embeddings alone, refitted (control)",
+    "target_layers_only": "a cache made of its own first layers alone, refitted (control)",
     "wrong_document": "the translated cache of another document (control)",
     "no_context": "nothing",
 }
