@@ -12,6 +12,7 @@ from transformers.utils import logging
 from .compat_mot import run_decoder
 from .geometry_mot import ModelGeometry
 from .guidance_mot import Guidance, Guide, recorded_guidance
+from .layers_mot import layer_inputs
 from .rows_mot import check_rows, positions_from_mask
 
 logger = logging.get_logger(__name__)
@@ -23,7 +24,8 @@ class _Stopped(Exception):
 
 class PrefilledCache(DynamicCache):
     """Full-length layers; of the layers outside `keep` nothing is stored. When the last of `keep`, and of those that a
-    guide listens to, is through, the pass that fills the cache ends, by `_Stopped`. `guidance`: what was heard."""
+    guide listens to, is through, the pass that fills the cache ends, by `_Stopped`. `guidance`: what was heard;
+    `hidden_states`: what went into a decoder layer, where that was asked for, `[batch, seq, hidden]`."""
 
     def __init__(self, keep: Collection[int] | None, guide: Guide | None = None):
         super().__init__()
@@ -32,6 +34,7 @@ class PrefilledCache(DynamicCache):
         needed = [*(keep or ()), *(layer_idx + 1 for layer_idx in (guide.layers if guide else ()))]
         self.last = max(needed) if keep is not None and needed else None
         self.guidance: Guidance | None = None
+        self.hidden_states: torch.Tensor | None = None
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         if self.keep is None or layer_idx in self.keep:
@@ -54,22 +57,32 @@ def prefill(
     attention_mask: torch.Tensor | None = None,
     layers: Collection[int] | None = None,
     guide: Guide | None = None,
+    hidden_layer: int | None = None,
 ) -> PrefilledCache:
     """
     Runs the model over `input_ids` (`[batch, seq]`, left-padded where `attention_mask` is 0), without its LM head.
     Every kept layer holds all positions, also in sliding-window models. `layers`: the layers to keep, all by default;
     the pass ends with the keys and values of the last of them. If empty, none is kept and the pass runs through, or as
-    far as the guide needs. `guide`: what of the attention is kept, as the cache's `guidance`.
+    far as the guide needs. `guide`: what of the attention is kept, as the cache's `guidance`. `hidden_layer`: a
+    decoder layer, not above the last one that is kept, whose input is kept too, as the cache's `hidden_states`.
     """
     cache = PrefilledCache(layers, guide)
     device = model.get_input_embeddings().weight.device
     padded = attention_mask is not None and not bool(attention_mask.all())
     mask = attention_mask.to(device) if padded else None
-    with recorded_guidance(model, guide, mask) as cache.guidance:
+    wanted = () if hidden_layer is None else (hidden_layer,)
+    with recorded_guidance(model, guide, mask) as cache.guidance, layer_inputs(model, wanted) as inputs:
         try:
             run_decoder(model, input_ids.to(device), cache, *((mask, positions_from_mask(mask)) if padded else ()))
         except _Stopped:
             cache.fill(model.config.get_text_config().num_hidden_layers)
+    if hidden_layer is not None:
+        if len(inputs[hidden_layer]) != 1:
+            raise RuntimeError(
+                f"{type(model).__name__} ran past its layer {hidden_layer}, whose input is read. Pass the model "
+                "without torch.compile."
+            )
+        cache.hidden_states = inputs[hidden_layer][0]
     return cache
 
 

@@ -53,6 +53,10 @@ class MoTConfig(PreTrainedConfig):
             The channel window: the target layers that are translated, contiguous. `None`: all. A translator of fewer
             needs a plan in which the target computes the others: `"full"`, or `"bottom:6"` where layers 0 to 5 are all
             that it lacks.
+        target_hidden_layer (`int`, *optional*):
+            The target layer whose input, the target's own hidden state, is read beside the source states. The target
+            must then run as far: a translator with 5 needs the plan `"bottom:6"`, where that state is there for free,
+            or a higher one, and translates `target_layers` from 6 to the last. `None`: none is read.
         replay (`str`, *optional*, defaults to `"none"`):
             The replay plan that the translator was made for, and takes where none is given.
         replay_curve (`dict`, *optional*):
@@ -115,6 +119,7 @@ class MoTConfig(PreTrainedConfig):
     target: dict | None = None
     source_layers: list[int] | tuple[int, ...] = ()
     target_layers: list[int] | tuple[int, ...] | None = None
+    target_hidden_layer: int | None = None
     replay: str = "none"
     replay_curve: dict | None = None
     rank: int | None = None
@@ -182,7 +187,24 @@ class MoTConfig(PreTrainedConfig):
                     "`target_layers` must be contiguous layers, each once and in order, or None for all, got "
                     f"{self.target_layers}."
                 )
+        if self.target_hidden_layer is not None:
+            self._check_target_hidden_layer()
         super().__post_init__(**kwargs)
+
+    def _check_target_hidden_layer(self) -> None:
+        layer_idx = self.target_hidden_layer
+        if layer_idx < 0:
+            raise ValueError(f"`target_hidden_layer` must be a layer of the target, from 0, or None, got {layer_idx}.")
+        if self.method == "identity":
+            raise ValueError(
+                "`target_hidden_layer` is for translators: method 'identity' hands the target's own cache through, "
+                f"and reads nothing else, got {layer_idx}."
+            )
+        if self.target_layers is None or self.target_layers[0] <= layer_idx:
+            raise ValueError(
+                f"`target_layers` must lie above `target_hidden_layer` {layer_idx}: the layers up to it are the "
+                f"target's own. Name those from {layer_idx + 1} to the last, got {self.target_layers}."
+            )
 
     def _check_method(self) -> None:
         for name, allowed in (

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .compat_mot import decoder_of, layer_windows, run_decoder, shares_last_layers, unsupported_cache
+from .layers_mot import probe_hidden_dim
 from .positions_mot import RotaryEncoding, find_rotary_encodings
 from .rows_mot import positions_from_mask
 
@@ -32,7 +33,7 @@ def require(holds: Any, field: str, rule: str, came: Any) -> None:
 
 def _require_fields(values: Any, cls: type, field: str) -> None:
     require(isinstance(values, dict), field, "an object", values)
-    for missing in [f.name for f in fields(cls) if f.name not in (*values, "rotated", "windows")]:
+    for missing in [f.name for f in fields(cls) if f.name not in (*values, "rotated", "windows", "hidden_dim")]:
         raise ValueError(f"`{field}` lacks the field `{missing}`. {DAMAGED}")
     unknown = sorted(set(values) - {f.name for f in fields(cls)})
     require(not unknown, field, "without unknown fields", unknown)
@@ -91,6 +92,8 @@ class ModelGeometry:
         sliding (`bool`): Whether any layer attends within a sliding window.
         windows (`tuple[int | None, ...]`, *optional*): How many tokens the sliding window of each layer holds, `None`
             for full attention, for costs. Contracts of earlier days do not tell.
+        hidden_dim (`int`, *optional*): Width of the hidden state that goes into each decoder layer, `None` where that
+            is not one state a token. Contracts of earlier days do not tell.
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -101,6 +104,7 @@ class ModelGeometry:
     max_positions: int | None
     sliding: bool
     windows: tuple[int | None, ...] | None = None
+    hidden_dim: int | None = None
 
     def strip_positions(self, layer_idx: int, key_states, value_states, position_ids):
         """Keys and values of a layer without their rotary position encoding; learned positions stay."""
@@ -165,6 +169,8 @@ class ModelGeometry:
             fits = fits and all(window is None or _is_size(window) for window in windows)
             require(fits, "geometry.windows", "a size or null for each layer", windows)
             windows = tuple(windows)
+        hidden_dim = values.get("hidden_dim")
+        require(hidden_dim is None or _is_size(hidden_dim), "geometry.hidden_dim", "a size or null", hidden_dim)
         return cls(**{**values, "layers": tuple(layers), "rotary": tuple(rotary), "windows": windows})
 
 
@@ -221,6 +227,7 @@ def probe(model: PreTrainedModel) -> ModelGeometry:
         or "local" in getattr(config, "attention_layers", ())
         or _counts_pads(model),
         windows=tuple(layer_windows(config)[: len(layers)]),
+        hidden_dim=probe_hidden_dim(model),
     )
     return _PROBED[model]
 

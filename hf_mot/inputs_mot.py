@@ -31,6 +31,10 @@ class TranslationInputs:
         target_ids, target_mask (`torch.Tensor`): The target's rows `[batch, target_seq]`, left-padded, prefix first.
         guidance (`dict[int, torch.Tensor]`, *optional*): By target layer, where the source has looked, in the target's
             slots, `[batch, target_seq, size]`, for plan sparse.
+        bottom_states (`tuple`, *optional*): What the target itself has computed of a plan's first layers, keys and
+            values of each, of the tokens that are translated.
+        target_hidden_states (`torch.Tensor`, *optional*): What went into one of these layers on the way,
+            `[batch, seq, hidden]`, for a translator that reads it.
     """
 
     source_states: torch.Tensor | None
@@ -38,14 +42,16 @@ class TranslationInputs:
     target_ids: torch.Tensor
     target_mask: torch.Tensor
     guidance: dict[int, torch.Tensor] | None = None
+    bottom_states: tuple[tuple[torch.Tensor, torch.Tensor], ...] | None = None
+    target_hidden_states: torch.Tensor | None = None
 
     def to(self, weight: torch.Tensor | None) -> "TranslationInputs":
         """The same, what is computed with on the device and in the dtype of a translator's weight, if it has one."""
         if weight is None:
             return self
-        parts = (self.source_states, self.embeddings)
-        states, embeddings = (None if part is None else part.to(weight) for part in parts)
-        return replace(self, source_states=states, embeddings=embeddings)
+        names = ("source_states", "embeddings", "target_hidden_states")
+        parts = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: None if part is None else part.to(weight) for name, part in parts.items()})
 
 
 def read_source(

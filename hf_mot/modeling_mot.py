@@ -22,7 +22,7 @@ from .inputs_mot import TranslationInputs, prepare_inputs, read_source, shortest
 from .pretrained_mot import MoTPreTrainedModel
 from .replay_auto_mot import choose_plan, is_auto
 from .replay_mot import ReplayPlan
-from .replay_run_mot import replay
+from .replay_run_mot import read_bottom, replay
 from .rows_mot import check_rows
 from .sparse_mot import sparse_way
 from .translators_mot import build_translator
@@ -131,6 +131,7 @@ class MoTModel(MoTPreTrainedModel):
             allow_variant=allow_variant,
         )
         plan = self.plan(replay, int(inputs.target_mask.sum(dim=1).min()), guided=inputs.guidance is not None)
+        inputs = self.read_target(inputs, target, plan)
         cache = self.assemble(self.run(inputs, plan), inputs, target, plan)
         if allow_variant:
             cache.contract = None
@@ -223,6 +224,20 @@ class MoTModel(MoTPreTrainedModel):
         inputs = prepare_inputs(self.config, source_cache, source_input_ids, **arguments)
         return inputs.to(next(self.parameters(), None))
 
+    def read_target(self, inputs: TranslationInputs, target: PreTrainedModel, plan: ReplayPlan) -> TranslationInputs:
+        """The inputs with what the target itself computes of its first layers by a plan, in one pass: their keys and
+        values, and the hidden state that this translator reads. Raises `ValueError` for a row that is too short."""
+        states, hidden = read_bottom(
+            plan,
+            target=target,
+            prefix=len(self.config.target["prefix_ids"]),
+            target_ids=inputs.target_ids,
+            target_mask=inputs.target_mask,
+            hidden_layer=self.config.target_hidden_layer,
+        )
+        read = replace(inputs, bottom_states=states, target_hidden_states=hidden)
+        return read.to(next(self.parameters(), None))
+
     def plan(
         self, replay: str | ReplayPlan | None = None, context_length: int | None = None, guided: bool = True
     ) -> ReplayPlan:
@@ -246,18 +261,45 @@ class MoTModel(MoTPreTrainedModel):
                 f"`replay` {plan} looks where the source has looked, but this translator reads no source. Pass "
                 f"replay='{plan.unguided}'."
             )
+        self._check_reads(plan)
         return plan.layers(self.target_layers, len(self.target_geometry.layers))
+
+    def _check_reads(self, plan: ReplayPlan) -> None:
+        """Refuses a plan in which the target does not compute the hidden state that is read, or not of all tokens."""
+        layer_idx = self.config.target_hidden_layer
+        if layer_idx is None:
+            return
+        if plan.bottom <= layer_idx:
+            raise ValueError(
+                f"`replay` is {plan}, but this translator reads what goes into layer {layer_idx} of the target "
+                f"(`target_hidden_layer`), which the target then has to compute. Pass replay='bottom:{layer_idx + 1}' "
+                f"or 'bottom:{layer_idx + 1}+tokens:32', or a higher bottom."
+            )
+        if plan.tokens and plan.tokens_read(self.config, plan.tokens + 1) > 1:
+            raise ValueError(
+                f"`replay` is {plan}, but this translator is not `causal`: it reads the target's hidden states of the "
+                f"last tokens too, which are run later. Pass replay='bottom:{plan.bottom}'."
+            )
 
     def run(self, inputs: TranslationInputs, plan: ReplayPlan) -> MoTOutput:
         """Translates what the plan does not leave to the target. Raises `ValueError` for a row that it is too short
         for, and as [`ReplayPlan.check_guidance`]."""
         plan.check_guidance(inputs.guidance, inputs.target_mask.shape[1])
         plan.translated_tokens(inputs.target_mask, len(self.config.target["prefix_ids"]))
-        end = plan.tokens_read(self.config, inputs.target_mask.shape[1])
-        if end == 0 or not self.injected_layers(plan):
+        if plan.tokens_read(self.config, inputs.target_mask.shape[1]) == 0 or not self.injected_layers(plan):
             return MoTOutput(key_states=(), value_states=())
-        read = (inputs.source_states, inputs.embeddings, inputs.target_mask)
-        return self(*(None if part is None else part[:, :end] for part in read), first_layer=plan.bottom)
+        return self(**self.forward_arguments(inputs, plan), first_layer=plan.bottom)
+
+    def forward_arguments(self, inputs: TranslationInputs, plan: ReplayPlan) -> dict[str, torch.Tensor | None]:
+        """What [`forward`] reads of the inputs under a plan, by name: the tokens that it is to translate."""
+        end = plan.tokens_read(self.config, inputs.target_mask.shape[1])
+        parts = {
+            "source_states": inputs.source_states,
+            "embeddings": inputs.embeddings,
+            "attention_mask": inputs.target_mask,
+            "target_hidden_states": inputs.target_hidden_states,
+        }
+        return {name: None if part is None else part[:, :end] for name, part in parts.items()}
 
     def forward(
         self,
@@ -265,6 +307,7 @@ class MoTModel(MoTPreTrainedModel):
         embeddings: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         first_layer: int = 0,
+        target_hidden_states: torch.Tensor | None = None,
     ) -> MoTOutput:
         """
         Translates states, tensors in, tensors out.
@@ -275,14 +318,26 @@ class MoTModel(MoTPreTrainedModel):
             embeddings (`torch.Tensor`): Window of target token embeddings, `[batch, seq, embedding_window * dim]`.
             attention_mask (`torch.Tensor`, *optional*): `[batch, seq]`, 0 on the pads of left-padded rows.
             first_layer (`int`, *optional*, defaults to 0): The target layers below are left out.
+            target_hidden_states (`torch.Tensor`, *optional*): What goes into the target's `target_hidden_layer`,
+                `[batch, seq, hidden]`, as [`read_target`] gives it.
+
+        Raises:
+            `ValueError`: without the hidden states that this translator reads.
         """
+        if target_hidden_states is None and self.config.target_hidden_layer is not None:
+            raise ValueError(
+                "`target_hidden_states` is required: this translator reads what goes into the target's layer "
+                f"{self.config.target_hidden_layer}. Take the inputs from read_target(inputs, target, plan)."
+            )
         own = next(self.parameters(), None)
         if attention_mask is not None and own is not None:
             attention_mask = attention_mask.to(own.device)
         layers = [layer_idx for layer_idx in self.target_layers if layer_idx >= first_layer]
         left_out = self.target_layers[: len(self.target_layers) - len(layers)]
         skipped = sum(self.target_geometry.layers[layer_idx].width for layer_idx in left_out)
-        states = self.translator(source_states, embeddings, attention_mask, start=skipped)
+        states = self.translator(
+            source_states, embeddings, attention_mask, start=skipped, target_hidden_states=target_hidden_states
+        )
         key_states, value_states = split_layers(states, self.target_geometry, layers)
         normed = [
             self.key_norms[str(layer_idx)](keys) if str(layer_idx) in self.key_norms else keys
@@ -305,6 +360,7 @@ class MoTModel(MoTPreTrainedModel):
             target_ids=inputs.target_ids,
             target_mask=inputs.target_mask,
             guidance=inputs.guidance,
+            bottom_states=inputs.bottom_states,
         )
         attach(target)
         return cache

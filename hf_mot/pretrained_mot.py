@@ -46,6 +46,7 @@ class MoTPreTrainedModel(PreTrainedModel):
             check_contract(contract, side)
         self.source_geometry = ModelGeometry.from_dict(config.source["geometry"])
         self.target_geometry = ModelGeometry.from_dict(config.target["geometry"])
+        self._check_target_hidden_layer()
         for name, layers, geometry in (
             ("source_layers", config.source_layers, self.source_geometry),
             ("target_layers", config.target_layers or [], self.target_geometry),
@@ -64,10 +65,31 @@ class MoTPreTrainedModel(PreTrainedModel):
                 f"`source_layers` of an identity translator must be the layers that it hands through, "
                 f"{self.target_layers}, got {config.source_layers}."
             )
-        if not config.source_layers and not config.embedding_window:
+        if not config.source_layers and not config.embedding_window and config.target_hidden_layer is None:
             raise ValueError("`source_layers` and `embedding_window` are both empty: there is nothing to read.")
         self.fit_report: dict[str, Any] | None = None
         self.add_model_tags(["hf_mot", "kv-cache"])  # by which a pushed translator is found
+
+    def _check_target_hidden_layer(self) -> None:
+        layer_idx, depth = self.config.target_hidden_layer, len(self.target_geometry.layers)
+        if layer_idx is None:
+            return
+        if layer_idx > depth - 2:
+            raise ValueError(
+                f"`target_hidden_layer` must lie in 0..{depth - 2}, so that one of the target's {depth} layers is "
+                f"left to translate, got {layer_idx}."
+            )
+        if self.target_layers[-1] != depth - 1:
+            raise ValueError(
+                f"`target_layers` must go up to the target's last layer, {depth - 1}, where `target_hidden_layer` is "
+                f"read: nothing would compute those above, got {self.target_layers}."
+            )
+        if self.target_geometry.hidden_dim is None:
+            raise ValueError(
+                f"`target_hidden_layer` is {layer_idx}, but the layers of this target "
+                f"({self.config.target['model_type']}) do not each get one hidden state a token, or its contract is "
+                "of an earlier release and does not tell. Make the contract anew, or leave the field out."
+            )
 
     @property
     def target_layers(self) -> list[int]:
@@ -109,7 +131,7 @@ class MoTPreTrainedModel(PreTrainedModel):
         Args:
             source, target (`dict`): The contracts of both models, as `contract_mot.describe_model` writes them.
             channel_ratio, start, mapping (*optional*): The channel window, as in [`channels_mot.channels`]; by default
-                all target layers, each with the source layer of its relative depth.
+                all target layers (above a `target_hidden_layer`), each with the source layer of its relative depth.
             **fields: Fields of [`MoTConfig`], such as those of `configuration_mot.PAPER`; `source_layers` and
                 `target_layers` take the place of the window's.
 
@@ -118,9 +140,15 @@ class MoTPreTrainedModel(PreTrainedModel):
         """
         depths = (len(contract["geometry"]["layers"]) for contract in (source, target))
         window = channels(*depths, channel_ratio=channel_ratio, start=start, mapping=mapping)
-        if channel_ratio == 1:
-            window["target_layers"] = None
         default = {"method": "mot", "replay": "none" if channel_ratio == 1 else "full"}
+        hidden_layer = fields.get("target_hidden_layer")
+        if hidden_layer is not None:  # the target's own are all layers below the window
+            above = sum(layer_idx > hidden_layer for layer_idx in window["target_layers"])
+            window = {name: layers[len(layers) - above :] for name, layers in window.items()}
+            window["target_layers"] = window["target_layers"] or [hidden_layer + 1]  # which is refused
+            default["replay"] = f"bottom:{window['target_layers'][0]}"
+        elif channel_ratio == 1:
+            window["target_layers"] = None
         return cls(MoTConfig(source=source, target=target, **{**default, **window, **fields}))
 
     @classmethod
@@ -150,7 +178,7 @@ class MoTPreTrainedModel(PreTrainedModel):
             raise ValueError("This translator has no linear path to load. Set `linear_path` or `trunk` in its config.")
         for field in (
             *("source_layers", "target_layers", "rank", "piece_ranks"),
-            *("source_window", "embedding_window", "position_free", "key_norms"),
+            *("source_window", "embedding_window", "target_hidden_layer", "position_free", "key_norms"),
         ):
             came, own = getattr(closed_form.config, field), getattr(self.config, field)
             if came != own:

@@ -20,6 +20,43 @@ from .sparse_mot import sparse_attention
 _States = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer
 
 
+def read_bottom(
+    plan: ReplayPlan,
+    *,
+    target: PreTrainedModel,
+    prefix: int,
+    target_ids: torch.Tensor,
+    target_mask: torch.Tensor,
+    hidden_layer: int | None = None,
+) -> tuple[tuple[_States, ...], torch.Tensor | None]:
+    """
+    The target reads what a plan leaves to its first layers, in one pass that ends there.
+
+    Args:
+        plan ([`ReplayPlan`]): What the target computes.
+        target (`PreTrainedModel`): The target model.
+        prefix (`int`): Special tokens that each row starts with.
+        target_ids, target_mask (`torch.Tensor`): The target's rows, prefix first.
+        hidden_layer (`int`, *optional*): A layer of the plan's `bottom` whose input is kept.
+
+    Returns:
+        `tuple`: Keys and values of each of the first layers, and the hidden states that went into `hidden_layer`,
+        `[batch, seq, hidden]`, zero on pads: of the tokens that are translated, those before the plan's last ones.
+
+    Raises:
+        `ValueError`: a row that is too short for the plan.
+    """
+    translated = plan.translated_tokens(target_mask, prefix)
+    if translated == 0 or plan.bottom == 0:
+        return (), None
+    ids, mask = target_ids[:, :translated], target_mask[:, :translated]
+    cache = prefill(target, ids, mask, range(plan.bottom), hidden_layer=hidden_layer)
+    hidden = cache.hidden_states
+    if hidden is not None:
+        hidden = hidden.masked_fill(mask[..., None].to(hidden.device) == 0, 0)
+    return tuple(_states(cache)[: plan.bottom]), hidden
+
+
 def replay(
     plan: ReplayPlan,
     key_states: Mapping[int, torch.Tensor],
@@ -31,6 +68,7 @@ def replay(
     target_ids: torch.Tensor,
     target_mask: torch.Tensor,
     guidance: Mapping[int, torch.Tensor] | None = None,
+    bottom_states: Sequence[_States] | None = None,
 ) -> TranslatedCache:
     """
     Fills a [`TranslatedCache`]: the target's positions are put on the translated states, the target's special prefix
@@ -46,6 +84,7 @@ def replay(
         target_ids, target_mask (`torch.Tensor`): The target's rows, prefix first.
         guidance (`Mapping[int, torch.Tensor]`, *optional*): By target layer, the slots that each token may look at in
             plan sparse, `[batch, seq, size]`.
+        bottom_states (`Sequence`, *optional*): What [`read_bottom`] gave, where the target has read it before.
 
     Raises:
         `ValueError`: a plan that these layers or rows are too few for; plan sparse without guidance, or for a target
@@ -88,7 +127,15 @@ def replay(
         with sparse_attention(target, sparse):
             layers = _injected(placed_states, target, prefix_ids, *first)
     else:
-        layers = _states(prefill(target, *first[:2], range(plan.bottom)))[: plan.bottom] if plan.bottom else []
+        if bottom_states is None:
+            rows = {"target_ids": target_ids, "target_mask": target_mask}
+            bottom_states, _ = read_bottom(plan, target=target, prefix=len(prefix_ids), **rows)
+        if len(bottom_states) != plan.bottom or any(keys.shape[2] != translated for keys, _ in bottom_states):
+            raise ValueError(
+                f"`bottom_states` must be {plan.bottom} layers of {translated} tokens by the plan {plan}, got "
+                f"{[tuple(keys.shape) for keys, _ in bottom_states]}. Take them from read_target with this plan."
+            )
+        layers = list(bottom_states)
         prefix = prefill(target, torch.tensor([prefix_ids])) if prefix_ids and states else None
         for layer_idx, pair in states.items():
             native = None if prefix is None else prefix.layers[layer_idx]

@@ -1,8 +1,9 @@
 """The translator modules: tensors in, tensors out. They know nothing of language models, tokenizers or caches.
 
 Shapes: source states `[batch, seq, source width]`, embeddings `[batch, seq, embedding width]` (the causal window of
-the target's token embeddings, own token first), output `[batch, seq, target width - start]`: per target layer keys,
-then values, from channel `start` on, where a layer begins; what lies before is computed only where that is simpler.
+the target's token embeddings, own token first), hidden states of the target `[batch, seq, hidden]`, each `None` where
+it is not read; output `[batch, seq, target width - start]`: per target layer keys, then values, from channel `start`
+on, where a layer begins; what lies before is computed only where that is simpler.
 `attention_mask` is `[batch, seq]`, 0 on the pads of left-padded rows.
 """
 
@@ -31,11 +32,13 @@ class Widths:
         source (`tuple[tuple[int, int], ...]`): Per source layer read, of its keys and of its values.
         embeddings (`int`): Of the window of target token embeddings; 0 for none.
         target (`tuple[tuple[int, int], ...]`): Per target layer translated, of its keys and of its values.
+        hidden (`int`, *optional*, defaults to 0): Of the target's hidden state that is read; 0 for none.
     """
 
     source: tuple[tuple[int, int], ...]
     embeddings: int
     target: tuple[tuple[int, int], ...]
+    hidden: int = 0
 
     @classmethod
     def of(cls, config: MoTConfig) -> "Widths":
@@ -48,11 +51,17 @@ class Widths:
             return tuple((layer.kv_heads * layer.key_dim, layer.kv_heads * layer.value_dim) for layer in read)
 
         embeddings = config.embedding_window * target.embedding_dim
-        return cls(dims(source, config.source_layers), embeddings, dims(target, translated))
+        hidden = 0 if config.target_hidden_layer is None else target.hidden_dim
+        return cls(dims(source, config.source_layers), embeddings, dims(target, translated), hidden)
 
     @property
     def source_dim(self) -> int:
         return sum(map(sum, self.source))
+
+    @property
+    def read_dim(self) -> int:
+        """Of all that is read."""
+        return self.source_dim + self.embeddings + self.hidden
 
     @property
     def output_dim(self) -> int:
@@ -71,11 +80,12 @@ def translator_flops(config: MoTConfig, context_length: int, skipped_layers: int
     if context_length == 0 or skipped_layers >= len(widths.target):
         return 0
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        source, embeddings = (
+        source, embeddings, hidden = (
             torch.empty(1, context_length, width) if width else None
-            for width in (widths.source_dim, widths.embeddings)
+            for width in (widths.source_dim, widths.embeddings, widths.hidden)
         )
-        build_translator(config)(source, embeddings, start=sum(map(sum, widths.target[:skipped_layers])))
+        start = sum(map(sum, widths.target[:skipped_layers]))
+        build_translator(config)(source, embeddings, start=start, target_hidden_states=hidden)
     return counter.get_total_flops()
 
 
@@ -95,6 +105,7 @@ class ReducedRankTranslator(nn.Module):
             layer), and how many of the inner channels it reads, the leading ones. By default all read all.
         source_window (`int`, *optional*, defaults to 1): Tokens whose source states a token reads, the own one and
             those before it; these through the same `rank` channels, so that each costs `rank²` weights.
+        hidden_dim (`int`, *optional*, defaults to 0): Width of the target's hidden state; 0 for none.
     """
 
     def __init__(
@@ -106,6 +117,7 @@ class ReducedRankTranslator(nn.Module):
         refine: nn.Module | None = None,
         pieces: Sequence[tuple[int, int]] | None = None,
         source_window: int = 1,
+        hidden_dim: int = 0,
     ):
         super().__init__()
         inner = output_dim if rank is None else rank
@@ -114,6 +126,7 @@ class ReducedRankTranslator(nn.Module):
         before = inner * (source_window - 1) if source_dim else 0
         self.source_before = nn.Linear(before, inner, bias=False) if before else None
         self.embedding_in = nn.Linear(embedding_dim, inner, bias=False) if embedding_dim else None
+        self.hidden_in = nn.Linear(hidden_dim, inner, bias=False) if hidden_dim else None
         self.refine = refine
         if pieces is not None:
             self.up = PieceProjections(*zip(*pieces, strict=True))
@@ -131,9 +144,14 @@ class ReducedRankTranslator(nn.Module):
         embeddings: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
         start: int = 0,
+        target_hidden_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
         inner, full_rank = 0, isinstance(self.up, nn.Identity)  # whose inner channels are the output's
-        for project, states in ((self.source_in, source_states), (self.embedding_in, embeddings)):
+        for project, states in (
+            (self.source_in, source_states),
+            (self.embedding_in, embeddings),
+            (self.hidden_in, target_hidden_states),
+        ):
             if project is not None:
                 inner = inner + project_from(project, states, start if full_rank else 0)
             if project is self.source_in and self.source_before is not None:
@@ -167,7 +185,7 @@ class MixtureTranslator(nn.Module):
     """
     Mixture-of-Translators as the paper has it (3.1, C.2): keys and values are translated apart, each from one slot a
     channel and by translators of its own, which a gate over all that is read chooses for each token. The embedding
-    window, if any, is one more slot, the first.
+    window and the target's hidden state, if any, are one more slot each, the first.
 
     Args:
         widths ([`Widths`]): What is read and written.
@@ -179,11 +197,10 @@ class MixtureTranslator(nn.Module):
     def __init__(self, widths: Widths, make_mixture, linear: ReducedRankTranslator | None = None):
         super().__init__()
         self.widths, self.linear = widths, linear
-        own = [widths.embeddings] if widths.embeddings else []
-        gate_dim = widths.source_dim + widths.embeddings
+        own = [width for width in (widths.embeddings, widths.hidden) if width]
         self.sides = nn.ModuleList(
             make_mixture(
-                gate_dim=gate_dim,
+                gate_dim=widths.read_dim,
                 slot_dims=[*own, *(dims[side] for dims in widths.source)],
                 output_dim=sum(dims[side] for dims in widths.target),
             )
@@ -200,11 +217,11 @@ class MixtureTranslator(nn.Module):
         embeddings: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
         start: int = 0,
+        target_hidden_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        read = [part for part in (source_states, embeddings) if part is not None]
-        gate_input = torch.cat(read, dim=-1)
+        own = [part for part in (embeddings, target_hidden_states) if part is not None]
+        gate_input = torch.cat([*([] if source_states is None else [source_states]), *own], dim=-1)
         slots = () if source_states is None else source_states.split([*sum(self.widths.source, ())], dim=-1)
-        own = () if embeddings is None else (embeddings,)
         translated = [
             side(gate_input, [*own, *slots[index::2]], attention_mask).split(
                 [dims[index] for dims in self.widths.target], dim=-1
@@ -212,9 +229,9 @@ class MixtureTranslator(nn.Module):
             for index, side in enumerate(self.sides)
         ]
         states = torch.cat([part for pair in zip(*translated, strict=True) for part in pair], dim=-1)[..., start:]
-        return (
-            states if self.linear is None else states + self.linear(source_states, embeddings, attention_mask, start)
-        )
+        if self.linear is None:
+            return states
+        return states + self.linear(source_states, embeddings, attention_mask, start, target_hidden_states)
 
 
 class MLPTranslator(nn.Module):
@@ -224,8 +241,8 @@ class MLPTranslator(nn.Module):
     def __init__(self, widths: Widths, hidden_size: int, linear: ReducedRankTranslator | None = None):
         super().__init__()
         self.linear = linear
-        self.norm = nn.LayerNorm(widths.source_dim + widths.embeddings)
-        self.up = nn.Linear(widths.source_dim + widths.embeddings, hidden_size)
+        self.norm = nn.LayerNorm(widths.read_dim)
+        self.up = nn.Linear(widths.read_dim, hidden_size)
         self.middle = nn.Linear(hidden_size, hidden_size)
         self.down = nn.Linear(hidden_size, widths.output_dim)
         if linear is not None:
@@ -237,13 +254,14 @@ class MLPTranslator(nn.Module):
         embeddings: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
         start: int = 0,
+        target_hidden_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        read = [part for part in (source_states, embeddings) if part is not None]
+        read = [part for part in (source_states, embeddings, target_hidden_states) if part is not None]
         hidden = nn.functional.gelu(self.up(self.norm(torch.cat(read, dim=-1))))
         states = project_from(self.down, nn.functional.gelu(self.middle(hidden)), start)
-        return (
-            states if self.linear is None else states + self.linear(source_states, embeddings, attention_mask, start)
-        )
+        if self.linear is None:
+            return states
+        return states + self.linear(source_states, embeddings, attention_mask, start, target_hidden_states)
 
 
 class IdentityTranslator(nn.Module):
@@ -255,6 +273,7 @@ class IdentityTranslator(nn.Module):
         embeddings: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
         start: int = 0,
+        target_hidden_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return source_states[..., start:]
 
@@ -305,8 +324,8 @@ def _linear_path(config: MoTConfig, widths: Widths, refine: nn.Module | None = N
     pieces = None
     if config.piece_ranks is not None:
         pieces = list(zip(sum(widths.target, ()), sum(config.piece_ranks, []), strict=True))
-    widths_read = (widths.source_dim, widths.embeddings, widths.output_dim)
-    return ReducedRankTranslator(*widths_read, config.rank, refine, pieces, config.source_window)
+    channels = (widths.source_dim, widths.embeddings, widths.output_dim)
+    return ReducedRankTranslator(*channels, config.rank, refine, pieces, config.source_window, widths.hidden)
 
 
 def _build_mixture(config: MoTConfig, widths: Widths) -> nn.Module:

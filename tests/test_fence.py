@@ -16,6 +16,7 @@ ORDER = (
     "positions_mot",
     "rows_mot",
     "channels_mot",
+    "layers_mot",
     "geometry_mot",
     "contract_mot",
     "attention_mot",

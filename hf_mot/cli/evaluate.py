@@ -103,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"`--card` needs the translator's own folder, got {args.translator}. Download it first.")
 
     from hf_mot.data.documents import read_documents
+    from hf_mot.evaluation.arms import find_arm
     from hf_mot.evaluation.curve import default_plans, replay_curve
     from hf_mot.evaluation.gate import Gate
     from hf_mot.evaluation.prompts import STYLES
@@ -139,7 +140,8 @@ def run(args: argparse.Namespace) -> int:
     arms = check_settings(translator, tasks=tasks, **settings)
     if args.fit_text:
         check_corpus(translator, args.fit_text)
-    no_source = load_twin(args.translator) if "no_source" in arms and not must_refit(args, translator) else None
+    needs_twin = any(find_arm(arm).needs == "no_source" for arm in arms)
+    no_source = load_twin(args.translator) if needs_twin and not must_refit(args, translator) else None
     if args.show_prompts:
         print(_format_prompts(args, translator, tasks))
         return 0
@@ -152,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     def corpus():
         return read_documents(args.fit_text, lines=args.lines)
 
-    if "no_source" in arms and no_source is None:
+    if needs_twin and no_source is None:
         no_source = refit_twin(args.translator, translator, corpus(), pair)
     if "ridge" in arms and "ridge" not in baselines:
         baselines["ridge"] = fit_missing_ridge(args, corpus(), pair)
@@ -222,7 +224,9 @@ def _all_arms(args: argparse.Namespace, translator: Any) -> list[str]:
     if not args.fit_text:
         absent |= {"ridge"} if not os.path.isfile(os.path.join(args.translator, RIDGE_FILE)) else set()
     if not has_twin(args.translator) and not (args.fit_text and can_refit(translator)):
-        absent.add("no_source")
+        absent |= {"no_source", "target_layers_only"}
+    if translator.config.target_hidden_layer is None:
+        absent.add("target_layers_only")
     return [arm for arm in ARMS if arm not in absent and arm != "native_wrong_document"]
 
 

@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--embedding-window", type=int, metavar="W", help="target token embeddings to read, own included"
     )
     parser.add_argument(
+        "--target-hidden-layer",
+        type=int,
+        metavar="N",
+        help="read the target's own hidden state too, what goes into its layer N: layers 0 to N run, by plan bottom",
+    )
+    parser.add_argument(
         "--sensitivity",
         metavar="FILE",
         help="spend the rank where it costs, by hf-mot analyze --sensitivity --json FILE",
@@ -93,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
         "num_source_layers": args.layers,
         "source_window": args.source_window,
         "embedding_window": args.embedding_window,
+        "target_hidden_layer": args.target_hidden_layer,
         "max_parameters": args.max_parameters,
         "flops_share": args.flops_share,
         "max_tokens": args.tokens,
@@ -131,6 +138,8 @@ def _evaluate(result, pair: dict[str, Any], documents: Iterable[str], args: argp
     from hf_mot.evaluation import DEFAULT_ARMS, evaluate
 
     arms = [*DEFAULT_ARMS, "identity", *(["no_source"] if result.no_source is not None else [])]
+    if result.translator.config.target_hidden_layer is not None:
+        arms.append("target_layers_only")
     report = evaluate(
         result.translator,
         documents,
@@ -157,6 +166,7 @@ def format_fit(report: dict[str, Any], out: str) -> str:
     counts = ", ".join(f"{report[key]:,} {key}" for key in ("tokens", "windows", "documents"))
     lines = [
         f"{report['method']}, rank {report['rank'] or 'full'}, source layers {layers}",
+        *_hidden_lines(report),
         *_rank_lines(report),
         *_norm_lines(report),
         *_metric_lines(report),
@@ -172,6 +182,13 @@ def format_fit(report: dict[str, Any], out: str) -> str:
     return "\n".join(lines)
 
 
+def _hidden_lines(report: dict[str, Any]) -> list[str]:
+    layer_idx = report.get("target_hidden_layer")
+    if layer_idx is None:
+        return []
+    return [f"reads what goes into layer {layer_idx} of the target too, for the plan bottom:{layer_idx + 1}"]
+
+
 def _metric_lines(report: dict[str, Any]) -> list[str]:
     said = []
     if "piece_weights" in report:
@@ -184,8 +201,8 @@ def _metric_lines(report: dict[str, Any]) -> list[str]:
 def _rank_lines(report: dict[str, Any]) -> list[str]:
     if "piece_ranks" not in report:
         return []
-    least = min(map(min, report["piece_ranks"]))
-    return [f"channels that a piece reads: {least} at least; most: {_highest(report['piece_ranks'], 'd')}"]
+    least, first = min(map(min, report["piece_ranks"])), report.get("target_hidden_layer", -1) + 1
+    return [f"channels that a piece reads: {least} at least; most: {_highest(report['piece_ranks'], 'd', first)}"]
 
 
 def _norm_lines(report: dict[str, Any]) -> list[str]:
@@ -193,11 +210,11 @@ def _norm_lines(report: dict[str, Any]) -> list[str]:
     return [f"keys get the weighted length of the target's own in {len(layers)} of its layers"] if layers else []
 
 
-def _highest(pieces: list[list[float]], form: str) -> str:
+def _highest(pieces: list[list[float]], form: str, first_layer: int = 0) -> str:
     """The three highest figures of `[keys, values]` per layer, with their names."""
     named = [
         (value, f"{states} of {layer_idx}")
-        for layer_idx, pair in enumerate(pieces)
+        for layer_idx, pair in enumerate(pieces, first_layer)
         for value, states in zip(pair, ("keys", "values"), strict=True)
     ]
     return ", ".join(f"{name} ({value:{form}})" for value, name in sorted(named, reverse=True)[:3])

@@ -61,13 +61,14 @@ def format_description(description: dict[str, Any]) -> str:
     source, target = description["source"], description["target"]
     layers, written = description["source_layers"], description.get("target_layers")
     share, depth = description["flops_share"], _layer_count(target)
-    norms = description.get("key_norms", [])
+    norms, hidden = description.get("key_norms", []), description.get("target_hidden_layer")
     rows = [
         ("pair", f"{_name(source)} → {_name(target)}"),
         ("method", f"{description['method']}{format_rank(description)}"),
         ("reads", f"{len(set(layers))} of {_layer_count(source)} source layers ({', '.join(map(str, layers))})"),
         *([("", f"of {description['source_window']} tokens")] if "source_window" in description else []),
         ("", f"embeddings of {description['embedding_window']} target tokens, the own one included"),
+        *([("", f"the target's hidden state before its layer {hidden}")] if hidden is not None else []),
         ("writes", f"all {depth} target layers" if written is None else _window(written, depth)),
         *([("", f"keys of the weighted length of the target's own in {len(norms)} of them")] if norms else []),
         ("weights", f"{description['parameters']:,}, {description['bytes'] / 1e6:.1f} MB in {description['dtype']}"),

@@ -66,7 +66,9 @@ def load_twin(name: str):
 def can_refit(translator: Any) -> bool:
     """Whether it is what a closed-form fit makes, and so its twin too."""
     config, report = translator.config, translator.fit_report or {}
-    return config.method == "reduced_rank" and config.target_layers is None and "training" not in report
+    # A fit translates all layers, or all above the one that it reads.
+    window = config.target_layers is not None and config.target_hidden_layer is None
+    return config.method == "reduced_rank" and not window and "training" not in report
 
 
 def refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):
@@ -84,6 +86,7 @@ def refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):
         rank=report.get("max_rank", config.rank),
         source_layers=[],
         embedding_window=config.embedding_window,
+        target_hidden_layer=config.target_hidden_layer,
         key_norms="key_norms" in report,  # an empty list where the target's keys share no length
         **options,
     ).translator

@@ -53,7 +53,8 @@ class Models:
         source_tokenizer (`PreTrainedTokenizerBase`, *optional*): The source's tokenizer.
         target_tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
         translator (`MoTModel`): The translator that is judged.
-        no_source (`MoTModel`, *optional*): Its twin, fitted without source features.
+        no_source (`MoTModel`, *optional*): Its twin, fitted without source features; of a translator that reads the
+            target's own hidden state, it reads that still.
         identity (`MoTModel`, *optional*): The translator from the target to itself.
         prefix_ids (`list[int]`): The target's leading special tokens.
         replay (`str`): The replay plan.
@@ -79,10 +80,14 @@ class Models:
         readers = (self.translator.config, *self.baselines.values())
         return sorted({layer_idx for reader in readers for layer_idx in reader.source_layers})
 
-    def assemble(self, translator: PreTrainedModel, output: Any, inputs: TranslationInputs) -> TranslatedCache:
-        """The target's cache of translated states, by the plan; without guidance, the target looks everywhere."""
+    def plan(self, inputs: TranslationInputs) -> ReplayPlan:
+        """The plan for some inputs; without guidance, the target looks everywhere."""
         plan = ReplayPlan.parse(self.replay)
-        return translator.assemble(output, inputs, self.target, plan if inputs.guidance else plan.unguided)
+        return plan if inputs.guidance else plan.unguided
+
+    def assemble(self, translator: PreTrainedModel, output: Any, inputs: TranslationInputs) -> TranslatedCache:
+        """The target's cache of translated states, by the plan."""
+        return translator.assemble(output, inputs, self.target, self.plan(inputs))
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,11 @@ class Batch:
     def translated_cache(self) -> TranslatedCache:
         """The source has read the context's text, and its cache is translated."""
         return self.translate(self.models.translator, *self.source_reading)
+
+    @cached_property
+    def twin_cache(self) -> TranslatedCache:
+        """What the twin without a source makes of the context."""
+        return self.translate(self.models.no_source)
 
     @cached_property
     def _by_plan(self) -> dict[str, "Batch"]:
@@ -246,8 +256,16 @@ def identity(batch: Batch) -> TranslatedCache:
 
 
 def no_source(batch: Batch) -> TranslatedCache:
-    """The twin's translation, made from the target's token embeddings alone."""
-    return batch.translate(batch.models.no_source)
+    """The twin's translation, made from the target's token embeddings, and from its own hidden state if that is
+    read."""
+    return batch.twin_cache
+
+
+def target_layers_only(batch: Batch) -> TranslatedCache:
+    """What the target's own first layers tell: the same plan, with a translator of the layers above that reads the
+    target's own states alone. For a translator that reads the target's hidden state that is the twin without a source,
+    the same as `no_source`, and computed once for both. Other translators have no such control."""
+    return batch.twin_cache
 
 
 def wrong_source(batch: Batch) -> TranslatedCache:
@@ -262,8 +280,9 @@ def wrong_source(batch: Batch) -> TranslatedCache:
         index = torch.arange(length, device=states.device)
         index = torch.where(index < prefix, index, prefix + (index - prefix) % (other_length - prefix))
         states[row, -length:] = other.source_states[row, -other_length:][index]
-    output = models.translator(states, own.embeddings, own.target_mask)
-    return models.assemble(models.translator, output, own)
+    plan = models.plan(own)
+    own = models.translator.read_target(replace(own, source_states=states), models.target, plan)
+    return models.assemble(models.translator, models.translator.run(own, plan), own)
 
 
 def zero_cache(batch: Batch) -> TranslatedCache:
@@ -359,6 +378,12 @@ ARMS = {
     ),
     "no_source": Arm(
         "what a twin without source makes of its own embeddings", no_source, needs="no_source", flops=_no_source_flops
+    ),
+    "target_layers_only": Arm(
+        "what a twin without source makes of its own first layers",
+        target_layers_only,
+        needs="no_source",
+        flops=_no_source_flops,
     ),
     "zero_cache": Arm("a cache of zeros", zero_cache, needs="identity"),
     "random_cache": Arm("noise with the mean and variance of its own cache", random_cache, needs="identity"),

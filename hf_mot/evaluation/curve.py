@@ -35,15 +35,16 @@ def default_plans(translator: MoTModel, context_length: int) -> list[str]:
         translator (`MoTModel`): The translator.
         context_length (`int`): Target tokens of the context.
     """
-    depth = len(translator.target_geometry.layers)
+    depth, hidden = len(translator.target_geometry.layers), translator.config.target_hidden_layer
+    least = 0 if hidden is None else hidden + 1  # of a translator that reads the target's hidden state
     bottom = [ReplayPlan(bottom=count) for count in range(depth + 1)]
-    last = [ReplayPlan(tokens=context_length // part) for part in (8, 4, 2)]
-    both = ReplayPlan(bottom=max(1, depth // 3), tokens=context_length // 8)
+    last = [ReplayPlan(bottom=least, tokens=context_length // part) for part in (8, 4, 2)]
+    both = ReplayPlan(bottom=max(1, depth // 3, least), tokens=context_length // 8)
     full = [] if len(translator.target_layers) == depth else [ReplayPlan("full")]
     possible = [plan for plan in (*bottom, *last, both, *full) if _is_possible(translator, plan)]
     shares = {plan: plan.flops_share(translator.config, context_length) for plan in possible if plan in bottom}
     stairs = [min(shares, key=lambda plan: abs(shares[plan] - step / STEPS)) for step in range(STEPS + 1) if shares]
-    first = [plan for plan in possible if plan in bottom[:2]]  # nothing, and what is next to free
+    first = [plan for plan in possible if plan in bottom[least : least + 2]]  # nothing, and what is next to free
     others = [plan for plan in possible if plan not in shares]
     return list(dict.fromkeys(str(translator.plan(plan)) for plan in (*first, *stairs, *others)))
 

@@ -49,6 +49,8 @@ def describe_form(config: MoTConfig) -> dict[str, Any]:
     form |= {"source_layers": list(config.source_layers), "embedding_window": config.embedding_window}
     if config.source_window > 1:
         form["source_window"] = config.source_window
+    if config.target_hidden_layer is not None:
+        form["target_hidden_layer"] = config.target_hidden_layer
     return form if config.target_layers is None else {**form, "target_layers": list(config.target_layers)}
 
 
@@ -74,6 +76,8 @@ def format_form(form: dict[str, Any]) -> str:
         parts.append(f"embedding window {form['embedding_window']}")
     if "source_window" in form:
         parts.append(f"source window {form['source_window']}")
+    if "target_hidden_layer" in form:
+        parts.append(f"hidden state that goes into target layer {form['target_hidden_layer']}")
     parts += [f"{form['bytes'] / 1e6:.1f} MB"] if "bytes" in form else []
     parts += [form["id"]] if "id" in form else []
     return ", ".join(parts)

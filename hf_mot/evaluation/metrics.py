@@ -14,8 +14,8 @@ METRICS = {
     "content_recovery": ("wrong_document", ("native_wrong_document", "native")),
     "source_value": ("no_source", ("no_source", "native")),
 }
-# What a translation is compared with; the gate asks for all but the first.
-COMPARED = ("no_context", "wrong_document", "wrong_source", "no_source")
+# What a translation is compared with; the gate asks for the middle three.
+COMPARED = ("no_context", "wrong_document", "wrong_source", "no_source", "target_layers_only")
 
 
 def bootstrap_means(

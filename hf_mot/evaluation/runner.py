@@ -76,6 +76,12 @@ def check_settings(
     if batch_size < 1:
         raise ValueError(f"`batch_size` must be at least 1 document, got {batch_size}.")
     replay = str(translator.plan(replay, context_length))
+    if "target_layers_only" in arms and translator.config.target_hidden_layer is None:
+        raise ValueError(
+            "`arms` holds target_layers_only, but this translator reads no hidden state of the target, so that its "
+            "twin does not tell what the target's own layers do alone. Fit one that does, with `target_hidden_layer` "
+            "(hf-mot fit --target-hidden-layer N), or leave the arm out."
+        )
     arms = [*arms, *(GATE_ARMS if gate is not None else ()), *(NEEDED_ARMS if curve is not None else ())]
     helper = ["native_wrong_document"] if "wrong_document" in arms else []
     arms = list(dict.fromkeys([*arms, *helper]))
@@ -125,7 +131,8 @@ def evaluate(
         target (`PreTrainedModel`): The model that goes on.
         source_tokenizer (`PreTrainedTokenizerBase`, *optional*): The source's tokenizer.
         target_tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
-        no_source (`MoTModel`, *optional*): The translator's twin without source; needed by the arm of that name.
+        no_source (`MoTModel`, *optional*): The translator's twin without source; needed by the arm of that name, and
+            by target_layers_only.
         baselines (`Mapping[str, Baseline]`, *optional*): Rivals, by the name of their arm, as `hf_mot.baselines` makes
             them; needed by these arms.
         tasks (`Mapping[str, Sequence[Example]]`, *optional*): Examples by task, as `load_examples` gives them.
@@ -163,7 +170,8 @@ def evaluate(
 
     Raises:
         ValueError: On an unknown arm, task or plan, a bad `context_length`, `limit` or `batch_size`, a missing twin or
-            source, a model in training mode, too few long documents, results of other settings in the file, or where
+            source, target_layers_only for a translator that reads no hidden state of the target, a model in training
+            mode, too few long documents, results of other settings in the file, or where
             no arm goes through.
     """
     tasks = dict(tasks or {})
@@ -360,7 +368,7 @@ def check_models(arms, translator, no_source, source, target, baselines) -> None
         needs = find_arm(arm).needs
         if needs == "no_source" and no_source is None:
             raise ValueError(
-                "`no_source` is None, but the arm no_source needs the translator's twin. Pass the one that the fit "
+                f"`no_source` is None, but the arm {arm} needs the translator's twin. Pass the one that the fit "
                 "saved in OUT/no_source, or leave the arm out of `arms`."
             )
         if needs == "source" and not translator.config.source_layers:

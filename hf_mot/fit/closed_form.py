@@ -42,7 +42,7 @@ class FitResult:
     Args:
         translator ([`MoTModel`]): The translator.
         no_source ([`MoTModel`] or `None`): Its control: the same fit without the source's states; `None` where there
-            is no embedding window to read instead.
+            is neither an embedding window nor the target's hidden state to read instead.
         report (`dict`): How it was fitted; also `translator.fit_report`.
     """
 
@@ -64,6 +64,7 @@ def fit(
     source_layers: list[int] | None = None,
     source_window: int = DEFAULT_SOURCE_WINDOW,
     embedding_window: int = DEFAULT_EMBEDDING_WINDOW,
+    target_hidden_layer: int | None = None,
     piece_weights: Sequence[Sequence[float]] | None = None,
     key_metric: str = "plain",
     key_norms: bool = True,
@@ -93,6 +94,9 @@ def fit(
             before it; these through the own one's channels, so that little is added to what a handoff costs. The pass
             over the text takes longer.
         embedding_window (`int`, *optional*, defaults to 5): Target token embeddings read beside the source, in tokens.
+        target_hidden_layer (`int`, *optional*): Reads the target's own hidden state too, what goes into this layer of
+            it; the layers above alone are fitted, for the plan `bottom` of the others. The control then reads that
+            state without the source, which is what the target's own layers can do alone.
         piece_weights (`Sequence[Sequence[float]]`, *optional*): What squared errors of keys and of values count,
             `[keys, values]` for each target layer, as [`piece_weights`] makes them of a measured sensitivity: a low
             rank, the choice of layers and that of the ridge strength then follow them. By default all count alike.
@@ -105,7 +109,7 @@ def fit(
         max_parameters (`int`, *optional*): Budget: parameters that the translator, and its control, may have. The
             rank, and how much of it each layer's keys and values read, are then chosen for the least (weighted) error.
         flops_share (`float`, *optional*): Budget: FLOPs of a handoff as a share of the target's own prefill, at 1,024
-            tokens. Of two budgets the tighter holds.
+            tokens, what the plan `bottom` of a `target_hidden_layer` takes included. Of two budgets the tighter holds.
         statistics (`str` or `os.PathLike`, *optional*): File for what the pass over the text gathers, kept every ten
             minutes: a fit that was killed goes on there, one of more tokens goes on from there, and fits of another
             rank, budget or weights need no pass of their own (they read the source layers that the first one chose).
@@ -137,18 +141,22 @@ def fit(
     ):
         if value < least:
             raise ValueError(f"`{name}` must be at least {least}, got {value}.")
-    pair = Pair(source, target, source_tokenizer, target_tokenizer)
-    budget = Budget.of(pair.target_geometry, max_parameters, flops_share, source_window)
+    pair = Pair(source, target, source_tokenizer, target_tokenizer, target_hidden_layer=target_hidden_layer)
+    if target_hidden_layer is not None:  # refuses a layer that is not there, or cannot be read
+        MoTModel(pair.config(rank=1))
+    budget = Budget.of(pair.target_geometry, max_parameters, flops_share, source_window, pair.first_layer)
     if budget is not None and rank is None:
         raise ValueError("`rank` is None, but a budget needs the most that it may be. Give a number.")
     if source_window > 1 and rank is None:
         raise ValueError(f"`rank` is None, but a `source_window` of {source_window} needs one. Give a number.")
     weights = None if piece_weights is None else channel_weights(piece_weights, pair.target_geometry)
+    if weights is not None:
+        weights = weights[-sum(output_blocks(pair.fitted_geometry)) :]
     depth = len(pair.source_geometry.layers)
     if source_layers is not None:
         if not set(source_layers) <= set(range(depth)):
             raise ValueError(f"`source_layers` must lie in 0..{depth - 1}, got {source_layers}.")
-        if not source_layers and not embedding_window:
+        if not source_layers and not embedding_window and target_hidden_layer is None:
             raise ValueError("`source_layers` and `embedding_window` are both empty: there is nothing to read.")
         source_layers = sorted(set(source_layers))
     started = time.perf_counter()
@@ -159,12 +167,13 @@ def fit(
         held_out,
         source_window=source_window,
         embedding_window=embedding_window,
+        target_hidden_layer=target_hidden_layer,
         key_metric=key_metric,
         seed=seed,
     )
     gathered = None
     if statistics is not None and os.path.exists(statistics):
-        gathered = Gathered.load(statistics, pair.target_geometry, settings)
+        gathered = Gathered.load(statistics, pair.fitted_geometry, settings)
     bar = tqdm(total=max_tokens, unit="token", desc="Choosing source layers", disable=not progress)
     sample = []  # the first windows choose the layers, and are then fitted on like all others
     for window in windows:
@@ -184,11 +193,10 @@ def fit(
     windows_read = {"source_window": source_window if source_layers else 1, "embedding_window": embedding_window}
     shell = MoTModel(pair.config(source_layers=source_layers, rank=1, **windows_read))
     if budget is not None:  # too little must not cost the pass over the text
-        read = Widths.of(shell.config)
-        budget.check(rank, read.source_dim + read.embeddings)
+        budget.check(rank, Widths.of(shell.config).read_dim)
     bar.set_description("Fitting")
     if gathered is None:
-        gathered = Gathered(pair.target_geometry, settings, source_layers)
+        gathered = Gathered(pair.fitted_geometry, settings, source_layers)
     forward_before = pair.seconds["forward"]
     gather(pair, shell, itertools.chain(sample, windows), gathered, statistics, batch_tokens, bar)
     seconds["calibration_forward"] = pair.seconds["forward"] - forward_before
@@ -198,7 +206,8 @@ def fit(
         moments = moments.weighted(weights)
     held_x, held_y = held_out_rows(pair, shell, held_out)
     key_weights = lengths.weights() if key_norms else []
-    shell.config.key_norms = lengths.constant_layers(key_weights, held_y) if key_norms else []
+    constant = lengths.constant_layers(key_weights, held_y) if key_norms else []
+    shell.config.key_norms = [pair.first_layer + place for place in constant]
     pair.key_lengths = (lengths, key_weights) if key_norms else None
     translator, no_source, choices = _solve_both(pair, moments, held_x, held_y, shell.config, rank, seed, budget)
     for model in (translator, no_source):
@@ -211,6 +220,7 @@ def fit(
         "source_layers": source_layers,
         **({} if source_window == 1 else {"source_window": source_window}),
         "embedding_window": embedding_window,
+        **({} if target_hidden_layer is None else {"target_hidden_layer": target_hidden_layer}),
         **({"key_norms": translator.config.key_norms} if key_norms else {}),
         **choices,
         **({} if piece_weights is None else {"piece_weights": [list(map(float, own)) for own in piece_weights]}),
@@ -240,19 +250,20 @@ def query_metric(pair: Pair, sample: Iterable[list[Window]], seed: int) -> KeyMe
     for batch in sample:
         rows = [prefix_ids + tokenize_with_spans(pair.target_tokenizer, window.text)[0] for window in batch]
         moments.add(pair.target, *left_pad(rows))
-    return moments.metric()
+    return moments.metric(pair.first_layer)
 
 
 def _solve_both(
     pair: Pair, moments: Moments, held_x, held_y, config: MoTConfig, rank: int | None, seed: int, budget: Budget | None
 ):
-    """The translator, and from the same moments its control that reads the embeddings alone."""
+    """The translator, and from the same moments its control that reads all but the source: the target's token
+    embeddings, and its hidden state where the translator does."""
     translator, choices = _solve_one(pair, moments, held_x, held_y, config, rank, seed, budget)
-    if not config.embedding_window:
+    embedding_dim, hidden_dim = pair.beside_dims
+    beside = config.embedding_window * embedding_dim + hidden_dim
+    if not beside:
         return translator, None, choices
-    columns = torch.arange(
-        len(moments.xx) - config.embedding_window * pair.target_geometry.embedding_dim, len(moments.xx)
-    )
+    columns = torch.arange(len(moments.xx) - beside, len(moments.xx))
     config = pair.config(source_layers=[], embedding_window=config.embedding_window, key_norms=config.key_norms)
     budget = None if budget is None else replace(budget, source_window=1)
     no_source, own = _solve_one(pair, moments.select(columns), held_x[:, columns], held_y, config, rank, seed, budget)
@@ -262,7 +273,7 @@ def _solve_both(
 def _solve_one(pair, moments: Moments, held_x, held_y, config: MoTConfig, rank, seed: int, budget: Budget | None):
     ridge, curve = choose_ridge(moments, held_x, pair.in_metric(held_y), seed)
     read = Widths.of(config)
-    rank = None if rank is None else min(rank, read.source_dim + read.embeddings, read.output_dim)
+    rank = None if rank is None else min(rank, read.read_dim, read.output_dim)
     if config.source_window == 1:
         solution = solve(moments, ridge, rank, seed, budget)
     else:
@@ -288,15 +299,22 @@ def build_translator(config: MoTConfig, solution: LinearMap) -> MoTModel:
     module = model.translator
     up, bias = solution.up, solution.bias
     if up is not None:
-        pieces = up.square().sum(0).split(output_blocks(model.target_geometry))
+        fitted = model.target_geometry.layers[model.target_layers[0] :]
+        pieces = up.square().sum(0).split(output_blocks(replace(model.target_geometry, layers=fitted)))
         scale = torch.cat([piece.mean().sqrt().clamp(min=1e-6).expand_as(piece) for piece in pieces])
         up, bias = up / scale, (bias + solution.center @ up) / scale
     source_dim = 0 if module.source_in is None else module.source_in.in_features
     with torch.no_grad():
         if module.source_in is not None:
             module.source_in.weight.copy_(solution.down[:source_dim].T)
-        if module.embedding_in is not None:
-            module.embedding_in.weight.copy_(solution.down[config.source_window * source_dim :].T)
+        beside = solution.down[config.source_window * source_dim :]
+        embedding_dim = 0 if module.embedding_in is None else module.embedding_in.in_features
+        for project, own in (
+            (module.embedding_in, beside[:embedding_dim]),
+            (module.hidden_in, beside[embedding_dim:]),
+        ):
+            if project is not None:
+                project.weight.copy_(own.T)
         if module.source_before is not None:  # those of the tokens before are in the span of the own one's
             own, *before = solution.down[: config.source_window * source_dim].split(source_dim)
             through = torch.linalg.lstsq(own, torch.cat(before, dim=1)).solution  # [rank, (window - 1) * rank]
@@ -313,7 +331,7 @@ def build_translator(config: MoTConfig, solution: LinearMap) -> MoTModel:
 
 
 def set_key_norms(model: MoTModel, key_weights: Sequence[torch.Tensor]) -> None:
-    """Sets the weighted lengths of a translator's keys, from weights `[kv_heads, key_dim]` a target layer."""
+    """Sets the weighted lengths of a translator's keys, from weights `[kv_heads, key_dim]` a layer that it writes."""
     with torch.no_grad():
         for layer_idx, norm in model.key_norms.items():
-            norm.scale.copy_(key_weights[int(layer_idx)].sqrt())
+            norm.scale.copy_(key_weights[int(layer_idx) - model.target_layers[0]].sqrt())

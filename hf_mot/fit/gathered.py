@@ -35,7 +35,7 @@ class Gathered:
     Moments of features and outputs, and the lengths of the target's keys.
 
     Args:
-        geometry ([`ModelGeometry`]): The target's.
+        geometry ([`ModelGeometry`]): The target's, with the layers that are fitted alone.
         settings (`dict`): What it is gathered of, as [`gathering_settings`] names it.
         source_layers (`list[int]`): The source layers that are read.
         windows (`set[int]`): Keys of the calibration windows that are in.
@@ -131,6 +131,7 @@ def gathering_settings(
     *,
     source_window: int,
     embedding_window: int,
+    target_hidden_layer: int | None,
     key_metric: str,
     seed: int,
 ) -> dict[str, Any]:
@@ -140,6 +141,7 @@ def gathering_settings(
         "documents": hashlib.sha256("\0".join(held_out).encode()).hexdigest(),
         "source_window": source_window,
         "embedding_window": embedding_window,
+        "target_hidden_layer": target_hidden_layer,
         "key_metric": key_metric,
         "seed": seed,
     }

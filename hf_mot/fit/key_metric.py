@@ -39,7 +39,7 @@ class KeyMetric:
     brings each layer's keys to the same variance afterwards.
 
     Args:
-        geometry ([`ModelGeometry`]): The target's.
+        geometry ([`ModelGeometry`]): The target's, with the layers that are fitted alone.
         moments (`Sequence[torch.Tensor]`): Per layer the second moments A, `[kv_heads, key_dim, key_dim]`.
     """
 
@@ -121,15 +121,16 @@ class QueryMoments:
         sums = torch.einsum("tghd,tghe->gde", seen, seen)
         self.sums[layer_idx] = sums if self.sums[layer_idx] is None else self.sums[layer_idx] + sums
 
-    def metric(self) -> KeyMetric:
-        """Raises `ValueError` where the target did not show its queries."""
+    def metric(self, first_layer: int = 0) -> KeyMetric:
+        """The metric of the layers from `first_layer` up. Raises `ValueError` where the target did not show its
+        queries."""
         blind = [layer_idx for layer_idx, sums in enumerate(self.sums) if sums is None]
         if blind:
             raise ValueError(
                 f"`key_metric` is 'query', but the target's layers {blind} do not run through the attention interface "
                 "of transformers, by which queries are read. Use key_metric='plain'."
             )
-        return KeyMetric(self.geometry, self.sums)
+        return KeyMetric(replace(self.geometry, layers=self.geometry.layers[first_layer:]), self.sums[first_layer:])
 
 
 _LISTENING: ContextVar[tuple[str, Listener]] = ContextVar("_LISTENING")

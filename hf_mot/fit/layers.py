@@ -29,7 +29,8 @@ def choose_source_layers(
         return list(range(depth))
     shell = MoTModel(pair.config(source_layers=list(range(depth)), rank=1, embedding_window=embedding_window))
     widths = [layer.width for layer in pair.source_geometry.layers]
-    embedding_width = embedding_window * pair.target_geometry.embedding_dim
+    embedding_dim, hidden_width = pair.beside_dims
+    embedding_width = embedding_window * embedding_dim
     generator = torch.Generator().manual_seed(seed)
 
     def projection(width: int, to: int) -> torch.Tensor:
@@ -37,7 +38,8 @@ def choose_source_layers(
 
     projections = [projection(width, _LAYER_SKETCH) for width in widths]
     embedding_projection = projection(embedding_width, 4 * _LAYER_SKETCH)
-    outputs = output_blocks(pair.target_geometry)
+    hidden_projection = projection(hidden_width, 4 * _LAYER_SKETCH) if hidden_width else torch.zeros(0, 0)
+    outputs = output_blocks(pair.fitted_geometry)
     sketch = output_sketch(sum(outputs), seed).float()
     sketched, scale = [], None
     for batch in sample:
@@ -49,9 +51,10 @@ def choose_source_layers(
             scale = torch.cat([v.mean().sqrt().clamp(min=1e-12).expand_as(v) for v in variances])
             scale = scale if weights is None else scale / weights.sqrt().to(scale)
         x = (x - x_shift) / x_scale
-        *pieces, embeddings = x.split([*widths, embedding_width], dim=1)
+        *pieces, embeddings, hidden = x.split([*widths, embedding_width, hidden_width], dim=1)
         layers = [piece @ p for piece, p in zip(pieces, projections, strict=True)]
-        sketched.append((layers, embeddings @ embedding_projection, (y / scale) @ sketch))
+        beside = torch.cat([embeddings @ embedding_projection, hidden @ hidden_projection], dim=1)
+        sketched.append((layers, beside, (y / scale) @ sketch))
     if sum(len(y) for _, _, y in sketched) < 8:
         raise ValueError("`documents` gave fewer than 8 tokens to choose source layers on. Pass more text.")
     blocks = [torch.cat([layers[layer_idx] for layers, _, _ in sketched]) for layer_idx in range(depth)]

@@ -4,7 +4,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,13 +27,20 @@ SAMPLE_TOKENS = 8_192  # for the choice of layers, and again, held out, for the 
 
 @dataclass
 class Pair:
-    """The two frozen models of a fit and their tokenizers, the metric of errors, and the lengths of native keys."""
+    """
+    The two frozen models of a fit and their tokenizers, the metric of errors, and the lengths of native keys.
+
+    Attributes:
+        target_hidden_layer (`int`, *optional*): The target layer whose input is read. Those above are fitted alone.
+        fitted_geometry ([`ModelGeometry`]): The target's, with the layers that are fitted alone.
+    """
 
     source: PreTrainedModel
     target: PreTrainedModel
     source_tokenizer: PreTrainedTokenizerBase
     target_tokenizer: PreTrainedTokenizerBase
     seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0})
+    target_hidden_layer: int | None = None
     key_metric: KeyMetric | None = None
     key_lengths: tuple[KeyLengths, list[torch.Tensor]] | None = None
 
@@ -42,9 +49,32 @@ class Pair:
         self.target_contract = describe_model(self.target, self.target_tokenizer)
         self.source_geometry = ModelGeometry.from_dict(self.source_contract["geometry"])
         self.target_geometry = ModelGeometry.from_dict(self.target_contract["geometry"])
+        self.fitted_geometry = replace(
+            self.target_geometry, layers=self.target_geometry.layers[self.first_layer :], windows=None
+        )
+
+    @property
+    def first_layer(self) -> int:
+        """The lowest target layer that is fitted; those below are the target's own."""
+        return 0 if self.target_hidden_layer is None else self.target_hidden_layer + 1
+
+    @property
+    def beside_dims(self) -> list[int]:
+        """Widths of what an embedding window of one token and the hidden state add to the source's features."""
+        hidden = 0 if self.target_hidden_layer is None else self.target_geometry.hidden_dim
+        return [self.target_geometry.embedding_dim, hidden]
 
     def config(self, **kwargs: Any) -> MoTConfig:
-        return MoTConfig(source=self.source_contract, target=self.target_contract, **kwargs)
+        """A config for these models, of the layers that are fitted."""
+        own: dict[str, Any] = {"source": self.source_contract, "target": self.target_contract}
+        if self.target_hidden_layer is not None:
+            layers = range(self.first_layer, len(self.target_geometry.layers))
+            own |= {
+                "target_hidden_layer": self.target_hidden_layer,
+                "target_layers": list(layers) or [self.first_layer],  # which is refused
+                "replay": f"bottom:{self.first_layer}",
+            }
+        return MoTConfig(**own, **kwargs)
 
     def fits(self, text: str) -> bool:
         """Whether both models have enough positions for a text, prefix included."""
@@ -60,8 +90,9 @@ class Pair:
 
     @torch.no_grad()
     def rows(self, shell: MoTModel, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features (source states of the `source_window`, then the embedding window) and outputs (the target's own
-        position-free states) of every context token: `[tokens, features]`, `[tokens, outputs]`, on the CPU in fp32."""
+        """Features (source states of the `source_window`, then the embedding window, then the target's hidden state)
+        and outputs (the target's own position-free states of the layers that are fitted) of every context token:
+        `[tokens, features]`, `[tokens, outputs]`, on the CPU in fp32."""
         started = time.perf_counter()
         cache, source_ids, source_mask = shell.read_source(texts, self.source, self.source_tokenizer)
         self.seconds["forward"] += time.perf_counter() - started
@@ -75,17 +106,19 @@ class Pair:
             text=texts,
         )
         started = time.perf_counter()
-        target_cache = prefill(self.target, inputs.target_ids, inputs.target_mask)
+        hidden_layer = shell.config.target_hidden_layer
+        target_cache = prefill(self.target, inputs.target_ids, inputs.target_mask, hidden_layer=hidden_layer)
         self.seconds["forward"] += time.perf_counter() - started
         positions = positions_from_mask(inputs.target_mask)
-        outputs = source_states(target_cache, self.target_geometry, range(len(self.target_geometry.layers)), positions)
+        outputs = source_states(target_cache, self.target_geometry, shell.target_layers, positions)
         # Pads and the natively run prefix are not translated.
         kept = inputs.target_mask.bool() & (positions >= len(self.target_contract["prefix_ids"]))
-        features = [part for part in (inputs.source_states, inputs.embeddings) if part is not None]
+        read = (inputs.source_states, inputs.embeddings, target_cache.hidden_states)
+        features = [part for part in read if part is not None]
         if inputs.source_states is not None:
             features[0] = causal_window(features[0], inputs.target_mask, shell.config.source_window)
-        x = torch.cat([part.cpu()[kept] for part in features], dim=-1)
-        return x.float(), outputs.cpu()[kept].float()
+        x = torch.cat([part.cpu()[kept].float() for part in features], dim=-1)
+        return x, outputs.cpu()[kept].float()
 
     def in_metric(self, outputs: torch.Tensor) -> torch.Tensor:
         """Outputs `[tokens, outputs]` in the coordinates that errors are measured in."""

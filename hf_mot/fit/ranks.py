@@ -5,12 +5,12 @@ keys or the values of one layer) that reads the first r of them loses just what 
 hold, and the error of every choice of ranks is known without fitting again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..geometry_mot import ModelGeometry
-from ..replay_mot import native_flops
+from ..replay_mot import bottom_flops, native_flops
 from .weights import output_blocks
 
 BUDGET_CONTEXT = 1024  # tokens of context at which a share of the native prefill's FLOPs is counted
@@ -41,6 +41,7 @@ class Budget:
         max_parameters: int | None,
         flops_share: float | None,
         source_window: int = 1,
+        first_layer: int = 0,
     ) -> "Budget | None":
         """
         The tighter of two limits; `None` without any.
@@ -51,19 +52,29 @@ class Budget:
                 key norms included.
             flops_share (`float`, *optional*): FLOPs as a share of the target's own prefill, at 1,024 tokens.
             source_window (`int`, *optional*, defaults to 1): Tokens whose source states are read.
+            first_layer (`int`, *optional*, defaults to 0): The target layers below are its own, by the plan bottom,
+                whose FLOPs are part of the share.
 
         Raises:
-            `ValueError`: a limit that is not positive.
+            `ValueError`: a limit that is not positive, or a share that the plan alone takes.
         """
         for name, value in (("max_parameters", max_parameters), ("flops_share", flops_share)):
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"`{name}` must be more than 0 and finite, got {value}.")
-        widths, limits = output_blocks(geometry), []
+        fitted = replace(geometry, layers=geometry.layers[first_layer:])
+        widths, limits = output_blocks(fitted), []
         if max_parameters is not None:
-            gains = sum(layer.kv_heads for layer in geometry.layers)
+            gains = sum(layer.kv_heads for layer in fitted.layers)
             limits.append(max_parameters - 2 * sum(widths) - gains)
         if flops_share is not None:
-            limits.append(int(flops_share * native_flops(geometry, BUDGET_CONTEXT) / (2 * BUDGET_CONTEXT)))
+            native, own = native_flops(geometry, BUDGET_CONTEXT), bottom_flops(geometry, BUDGET_CONTEXT, first_layer)
+            if own >= flops_share * native:
+                raise ValueError(
+                    f"`flops_share` is {flops_share}, but the plan bottom:{first_layer} alone takes "
+                    f"{own / native:.3f} of the target's own prefill. Allow more, or read a lower "
+                    "`target_hidden_layer`."
+                )
+            limits.append(int((flops_share * native - own) / (2 * BUDGET_CONTEXT)))
         return cls(min(limits), widths, source_window) if limits else None
 
     def check(self, rank: int, features: int) -> None:

@@ -14,6 +14,7 @@ ARMS = {
     "translated": "**the translated cache**",
     "identity": "its own cache, through the same path (check)",
     "no_source": "a cache made without any source: its own embeddings alone, refitted (control)",
+    "target_layers_only": "a cache made of its own first layers alone, refitted (control)",
     "wrong_document": "the translated cache of another document (control)",
     "no_context": "nothing",
 }
@@ -241,11 +242,13 @@ def _making(config: MoTConfig, report: dict[str, Any]) -> list[str]:
     form = describe_form(config)
     layers = ", ".join(map(str, config.source_layers)) or "none"
     written = form.get("target_layers")
+    reads_target = config.target_hidden_layer is not None
     window = f", target layers {written[0]}-{written[-1]}" if written else ""
     lines = [
         f"- method: {config.method}{format_rank(form)}, source layers {layers}"
         + (f" of {form['source_window']} tokens" if "source_window" in form else "")
         + f"{window}, embeddings of {config.embedding_window} target tokens"
+        + (f", the target's hidden state before layer {config.target_hidden_layer}" if reads_target else "")
     ]
     if config.key_norms:
         lines.append(f"- keys get the weighted length of the target's own in {len(config.key_norms)} of its layers")

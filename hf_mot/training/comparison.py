@@ -70,14 +70,17 @@ class Comparison:
 
     @torch.no_grad()
     def inputs(self, mot: MoTModel, batch: dict[str, Any], table: nn.Module | None = None) -> TranslationInputs:
-        """What the translator reads: the source's states of the contexts, aligned. `table`: the target's embeddings,
-        where there is no target."""
+        """What the translator reads: the source's states of the contexts, aligned, and the target's own hidden state,
+        if it does. `table`: the target's embeddings, where there is no target."""
         table = table if self.target is None else self.target.get_input_embeddings()
         check_length("target", batch["target_ids"].shape[1], mot.target_geometry)
         if mot.config.source_layers and "source_states" not in batch:
             batch = {**batch, "source_states": self._source_states(mot, batch)}
         dtype = next((weight.dtype for weight in mot.parameters()), torch.float32)
-        return translation_inputs(batch, mot.config, table, dtype)
+        inputs = translation_inputs(batch, mot.config, table, dtype)
+        # By its plan, such a translator cannot be trained without a target.
+        reads_target = mot.config.target_hidden_layer is not None
+        return mot.read_target(inputs, self.target, self.plan) if reads_target else inputs
 
     def _source_states(self, mot: MoTModel, batch: dict[str, Any]) -> torch.Tensor:
         """`[batch, context, width]`: the states of the source's own prefill, beside each token of the target."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 # What a closed-form fit gives of a `ReducedRankTranslator`, whose refinement may have weights of the same names.
-LINEAR_PATH = re.compile(r"(source_in|source_before|embedding_in|up|up\.by_rank\.\d+)\.weight")
+LINEAR_PATH = re.compile(r"(source_in|source_before|embedding_in|hidden_in|up|up\.by_rank\.\d+)\.weight")
 
 
 def linear_path(model: nn.Module) -> Iterator[nn.Parameter]:

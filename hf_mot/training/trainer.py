@@ -153,7 +153,7 @@ class MoTTrainer(Trainer):
         whole accumulated batch has, so that the sum over its parts is that of one large batch.
         """
         read = self.comparison.inputs(self.translator, inputs, self.target_embeddings)
-        output = model(read.source_states, read.embeddings, read.target_mask)
+        output = model(**self.translator.forward_arguments(read, self.comparison.plan))
         compared = self.comparison.loss_inputs(self.translator, output, read, inputs)
         compared = replace(compared, variances=self._native_variances())
         counts = token_counts(inputs, self.native_tokens)
