@@ -243,7 +243,7 @@ def check_second_turn(family):
 
 
 class Zeros(torch.nn.Module):
-    def forward(self, source_states, embeddings, attention_mask=None, start=0):
+    def forward(self, source_states, embeddings, attention_mask=None, start=0, target_hidden_states=None):
         return torch.zeros_like(source_states[..., start:])
 
 

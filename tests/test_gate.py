@@ -67,7 +67,7 @@ class Fixed(nn.Module):
         super().__init__()
         self.states = states
 
-    def forward(self, source_states, embeddings, attention_mask=None, start=0):
+    def forward(self, source_states, embeddings, attention_mask=None, start=0, target_hidden_states=None):
         rows, length = embeddings.shape[:2]
         return self.states[:, :length, start:].expand(rows, -1, -1)
 

@@ -22,7 +22,7 @@ class Noisy(nn.Module):
         super().__init__()
         self.channels, self.size = channels, size
 
-    def forward(self, source_states, embeddings, attention_mask=None, start=0):
+    def forward(self, source_states, embeddings, attention_mask=None, start=0, target_hidden_states=None):
         states = source_states.clone()
         noise = torch.randn(states[..., self.channels].shape, generator=torch.Generator().manual_seed(0))
         states[..., self.channels] += self.size * noise
