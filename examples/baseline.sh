@@ -18,11 +18,14 @@ mkdir -p "$OUT"
 
 step() { case " $STEPS " in *" $1 "*) true ;; *) false ;; esac; }
 
-run() { # DIRECTION PART ARGUMENTS...: an evaluation, unless it is done; that a gate says no is a result too
+# A report from which no crashed arm is missing; that its gate says no is a result too.
+complete() { [ -f "$1/report.json" ] && ! grep -q '"missing":' "$1/report.json"; }
+
+run() { # DIRECTION PART ARGUMENTS...: an evaluation, unless it is done
     name=$1-none-$2 translator=$1
     shift 2
-    [ -f "$OUT/$name/report.json" ] || hf-mot evaluate "$OUT/$translator" "$@" --replay none --seed 0 --no-cost \
-        --report "$OUT/$name" || [ -f "$OUT/$name/report.json" ]
+    complete "$OUT/$name" || hf-mot evaluate "$OUT/$translator" "$@" --replay none --seed 0 --no-cost \
+        --report "$OUT/$name" || complete "$OUT/$name"
 }
 
 pair() { # DIRECTION SOURCE TARGET RANK TOKENS

@@ -1,6 +1,7 @@
 """NewsQA and Doc2Dial from the files that their authors publish: their text may not be shipped, so users bring it."""
 
 import csv
+import itertools
 import json
 import re
 from collections import Counter
@@ -164,7 +165,7 @@ def _turns(dialogue, text: str, spans, domain: str, where: str) -> Iterator[dict
     dial_id, turns = _need(dialogue, "dial_id", where), _need(dialogue, "turns", where, list)
     where = f"{where}, dialogue {dial_id}"
     said = []
-    for turn, following in zip(turns, turns[1:], strict=False):
+    for turn, following in itertools.pairwise(turns):
         said.append(f"{_need(turn, 'role', where)}: {_need(turn, 'utterance', where)}")
         references = _need(following, "references", where, (list, type(None)))
         if turn["role"] != "user" or _need(following, "role", where) != "agent" or not references:
