@@ -119,6 +119,7 @@ def test_saved_ridge_is_the_same_and_of_its_pair_alone(pair, tmp_path):
     ridge = fit_of(pair)
     batch = batch_of(pair, baselines={"ridge": ridge})
     ridge.save(tmp_path / "baselines" / "ridge.safetensors")
+    assert [path.name for path in (tmp_path / "baselines").iterdir()] == ["ridge.safetensors"]
     again = Ridge.load(tmp_path / "baselines" / "ridge.safetensors", pair["translator"])
     torch.testing.assert_close(states(again(batch)), states(ridge(batch)))
     assert again.report == ridge.report

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,13 +69,16 @@ class Ridge:
         return 2 * sum(own.weight.numel() for own in self.maps) * context_length
 
     def save(self, path: str | Path) -> None:
-        """Writes all maps to one safetensors file."""
+        """Writes all maps to one safetensors file, whole or not at all."""
         tensors = {}
         for number, own in enumerate(self.maps):
             tensors[f"{number}.weight"], tensors[f"{number}.bias"] = own.weight.contiguous(), own.bias.contiguous()
         about = {"report": self.report, "layers": [own.layers for own in self.maps]}
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path, {"ridge": json.dumps(about)})
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        save_file(tensors, partial, {"ridge": json.dumps(about)})
+        os.replace(partial, path)
 
     @classmethod
     def load(cls, path: str | Path, translator: MoTModel) -> "Ridge":
