@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_mot import MoTModel
 from hf_mot.cli.main import main
-from hf_mot.fit import fit, save_fit
+from hf_mot.fit import fit, loss_weights, save_fit
 from hf_mot.training import MoTTrainer
 from hf_mot.training.start import continue_from, new_translator, pair_contracts
 
@@ -139,6 +139,25 @@ def test_train_goes_on_where_it_was_killed(command, tmp_path, capsys, monkeypatc
     assert all(torch.equal(weight, whole[name]) for name, weight in killed.items())
 
 
+def test_train_weighs_losses_on_states_by_a_sensitivity(folder, command, tmp_path, capsys):
+    measured = tmp_path / "sensitivity.json"
+    text = ["--text", str(folder / "valid.txt"), "--lines", "--context", "16", "--json", str(measured)]
+    models = ["--source", str(folder / "source"), "--target", str(folder / "target")]
+    assert main(["analyze", str(folder / "fitted"), *models, "--sensitivity", *text]) == 0
+    weighted = ["--sensitivity", str(measured), "--sensitivity-power", "0.5"]
+    assert main([*command, "--out", str(tmp_path / "out"), *weighted]) == 0
+    mot = MoTModel.from_pretrained(tmp_path / "out")
+    expected = loss_weights(json.loads(measured.read_text()), mot.config.target, 0.5)
+    assert mot.fit_report["training"]["settings"]["layer_weights"] == [list(own) for own in expected]
+    assert main([*command, "--out", str(tmp_path / "plain")]) == 0
+    plain = MoTModel.from_pretrained(tmp_path / "plain")
+    assert not torch.equal(mot.translator.up.weight, plain.translator.up.weight)
+    resumed = fails(capsys, [*command, "--out", str(tmp_path / "out"), "--max-steps", "3"])
+    assert "was made with other settings: `settings.layer_weights` is" in resumed
+    unread = fails(capsys, [*command, "--out", str(tmp_path / "new"), *weighted, "--losses", "distill=1"])
+    assert "`layer_weights` weigh losses on states, but `losses` has distill alone" in unread
+
+
 def test_train_on_captured_states_does_not_load_the_source(folder, command, tmp_path, capsys, monkeypatch):
     pair = [*command[1:5], "--text", str(folder / "train.txt"), "--lines", "--length", "40", "--context", "12", "20"]
     captured = ["capture", *pair, "--source-layers", "0", "2", "--out", str(tmp_path / "states"), "--examples", "8"]
@@ -171,6 +190,7 @@ def test_train_on_captured_states_does_not_load_the_source(folder, command, tmp_
         (["--config", "rnak=4"], "`rnak` is not a field of MoTConfig"),
         (["--best", "recovery"], "`--best` recovery needs `--eval-text`"),
         (["--length", "2000", "--context", "1900"], "`documents` holds no document of 1900 + 100 target tokens"),
+        (["--sensitivity-power", "2"], "`--sensitivity-power` has no effect without `--sensitivity`"),
         (["--text", "nowhere.txt"], "nowhere.txt, which does not exist"),
     ],
 )

@@ -7,7 +7,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from hf_mot.capture_mot import prefill
 from hf_mot.contract_mot import describe_model
-from hf_mot.fit import fit, piece_weights
+from hf_mot.fit import fit, loss_weights, piece_weights
 from hf_mot.fit.key_metric import KeyMetric, QueryMoments, listening_to_queries
 from hf_mot.fit.solve import solve
 from hf_mot.fit.statistics import Statistics
@@ -102,6 +102,18 @@ def test_pieces_weigh_their_cost_per_unexplained_variance(contract):
     root = piece_weights(sensitivity, contract, power=0.5)
     assert root[1][1] / root[0][0] == pytest.approx(0.5**0.5)
     assert piece_weights(sensitivity, contract, power=0) == [[1.0, 1.0]] * 3
+
+
+def test_losses_weigh_pieces_by_what_a_unit_of_their_variance_costs(contract):
+    sensitivity = make_sensitivity(contract, {(0, "keys"): 0.4, (1, "keys"): 0.1, (1, "values"): 0.2})
+    sensitivity["unexplained"][2]["value"] = 0.1  # keys of layer 1
+    weights = loss_weights(sensitivity, contract)
+    assert weights[1][0] / weights[0][0] == pytest.approx(0.1 / 0.1 / (0.4 / 0.5))
+    assert weights[1][1] / weights[0][0] == pytest.approx(0.5)
+    assert sum(map(sum, weights)) == pytest.approx(6)
+    assert loss_weights(sensitivity, contract, power=0) == [(1.0, 1.0)] * 3
+    with pytest.raises(ValueError, match="`sensitivity_power` must be at least 0, got -1"):
+        loss_weights(sensitivity, contract, power=-1)
 
 
 def test_costs_are_averaged_over_measures(contract):

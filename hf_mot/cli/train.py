@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hf_mot.cli import PLANS, check_choice, check_output_file, command_line
+from hf_mot.cli import PLANS, check_choice, check_output_file, command_line, read_json
 from hf_mot.cli.fit import describe_file
 
 HELP = "train a translator for two models on text files, or on captured states"
@@ -63,6 +63,14 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--train-only", metavar="REGEX", help="train parameters with such names alone, e.g. key_norms [all]"
     )
+    parser.add_argument(
+        "--sensitivity",
+        metavar="FILE",
+        help="let losses on states weigh what costs, by hf-mot analyze --sensitivity --json FILE",
+    )
+    parser.add_argument(
+        "--sensitivity-power", type=float, metavar="P", help="exponent of the weights that this gives, 0 for none [1]"
+    )
     parser.add_argument("--eval-text", nargs="+", metavar="FILE", help="held-out text to measure on in between")
     parser.add_argument(
         "--eval-steps", type=int, default=100, metavar="N", help="steps between two measurements [100]"
@@ -86,6 +94,9 @@ def run(args: argparse.Namespace) -> int:
     # Cheap checks come first: a typo must not cost a download or an hour.
     check_output_file(args.json, "--json")
     _check_out(args)
+    sensitivity = None if args.sensitivity is None else read_json(args.sensitivity, "--sensitivity")
+    if sensitivity is None and args.sensitivity_power is not None:
+        raise ValueError("`--sensitivity-power` has no effect without `--sensitivity`. Give both, or neither.")
     if args.twin:
         twin = twin_arguments(args)
         run(twin)
@@ -93,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
     from hf_mot.data.states import StatesDataset
     from hf_mot.evaluation import save_report
+    from hf_mot.fit import loss_weights
     from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
     from hf_mot.training import MoTTrainer, TextDataset, TextFiles
     from hf_mot.training.checkpoints import check_run, last_checkpoint
@@ -112,6 +124,10 @@ def run(args: argparse.Namespace) -> int:
     if states is None or held_out is not None:  # captured states stand for the source
         pair |= {"source": load_model(args.source, dtype=args.dtype), "source_tokenizer": load_tokenizer(args.source)}
     model = _translator(args, pair, states, init, settings)
+    layer_weights = None
+    if sensitivity is not None:
+        power = 1.0 if args.sensitivity_power is None else args.sensitivity_power
+        layer_weights = loss_weights(sensitivity, model.config.target, power)
     if training.train_only is not None:  # the trainer's; a name that is not there is an error now
         train_only(model, training.train_only)
     fitted = init is not None and any(weight.requires_grad for weight in linear_path(model))
@@ -140,6 +156,7 @@ def run(args: argparse.Namespace) -> int:
         eval_dataset=eval_examples,
         eval_documents=held_out,
         no_source=no_source,
+        layer_weights=layer_weights,
         **pair,
     )
     trainer.facts = {"corpus": corpus, "command": command_line(args.argv)}

@@ -2,6 +2,6 @@
 
 from .closed_form import FitResult, fit
 from .save import save_fit
-from .weights import piece_weights
+from .weights import loss_weights, piece_weights
 
-__all__ = ["FitResult", "fit", "piece_weights", "save_fit"]
+__all__ = ["FitResult", "fit", "loss_weights", "piece_weights", "save_fit"]

@@ -21,18 +21,11 @@ def piece_weights(
     sensitivity: Mapping[str, Any], target_contract: Mapping[str, Any], power: float = 1.0
 ) -> list[list[float]]:
     """
-    Weights for [`fit`] from a measured sensitivity.
-
-    A piece whose translation left the share u of its variance unexplained and cost c is taken to cost c / u per unit
-    of unexplained variance, so that the sum over pieces of (c / u) times what a fit leaves unexplained estimates the
-    fit's cost. Since each piece has a variance of 1 a channel in the fit, a channel's squared error weighs c / u by
-    the piece's number of channels.
+    Weights for [`fit`] from a measured sensitivity: since each piece has a variance of 1 a channel in the fit, a
+    channel's squared error weighs what [`unit_costs`] says of its piece by the piece's number of channels.
 
     Args:
-        sensitivity (`Mapping`): What `analysis.measure_sensitivity` returned. The cost of a piece is the mean of
-            `lost` over its measures (of `cost`, in nats, where one has no `lost`), but at least a tenth of the mean
-            over pieces.
-        target_contract (`Mapping`): The contract of the fit's target: sensitivities of others are refused.
+        sensitivity, target_contract (`Mapping`): As in [`unit_costs`].
         power (`float`, *optional*, defaults to 1.0): Exponent of the weights: 0 weighs all channels alike, as a fit
             does by itself; between, weights are moderate, as for costs that are not measured well.
 
@@ -40,17 +33,57 @@ def piece_weights(
         `list[list[float]]`: `[keys, values]` per target layer, with a mean of 1 over channels.
 
     Raises:
-        `ValueError`: another target, layers that are missing, no cost anywhere, or a negative power.
+        `ValueError`: as [`unit_costs`], or a negative power.
     """
-    if not power >= 0:
-        raise ValueError(f"`sensitivity_power` must be at least 0, got {power}.")
+    _check_power(power)
+    widths = torch.tensor(output_blocks(ModelGeometry.from_dict(target_contract["geometry"])), dtype=torch.float64)
+    weights = (unit_costs(sensitivity, target_contract).flatten() / widths) ** power
+    weights = weights / ((weights * widths).sum() / widths.sum())
+    return weights.view(-1, 2).tolist()
+
+
+def loss_weights(
+    sensitivity: Mapping[str, Any], target_contract: Mapping[str, Any], power: float = 1.0
+) -> list[tuple[float, float]]:
+    """
+    Weights for the `layer_weights` of [`MoTTrainer`] from a measured sensitivity: the losses on states compare a whole
+    piece in units of its variance, so it weighs what [`unit_costs`] says. Arguments and errors as in
+    [`piece_weights`].
+
+    Returns:
+        `list[tuple[float, float]]`: `(keys, values)` per target layer, with a mean of 1.
+    """
+    _check_power(power)
+    weights = unit_costs(sensitivity, target_contract) ** power
+    return [(keys, values) for keys, values in (weights / weights.mean()).tolist()]
+
+
+def unit_costs(sensitivity: Mapping[str, Any], target_contract: Mapping[str, Any]) -> torch.Tensor:
+    """
+    What a unit of unexplained variance costs in each piece.
+
+    A piece whose translation left the share u of its variance unexplained and cost c is taken to cost c / u per unit
+    of it, so that the sum over pieces of (c / u) times what a translation leaves unexplained estimates its cost.
+
+    Args:
+        sensitivity (`Mapping`): What `analysis.measure_sensitivity` returned. The cost of a piece is the mean of
+            `lost` over its measures (of `cost`, in nats, where one has no `lost`), but at least a tenth of the mean
+            over pieces.
+        target_contract (`Mapping`): The contract of the target: sensitivities of others are refused.
+
+    Returns:
+        `torch.Tensor`: `[target layers, 2]`, of keys and of values, in fp64.
+
+    Raises:
+        `ValueError`: another target, layers that are missing, or no cost anywhere.
+    """
     missing = [key for key in ("measures", "unexplained", "target_fingerprint") if key not in sensitivity]
     if missing:
         raise ValueError(
             f"`sensitivity` lacks {', '.join(missing)}. Pass what hf-mot analyze --sensitivity --json has written."
         )
     if not set(sensitivity["target_fingerprint"].items()) & set(target_contract["fingerprint"].items()):
-        raise ValueError("`sensitivity` was measured on another target. Measure it on the target of this fit.")
+        raise ValueError("`sensitivity` was measured on another target. Measure it on the target of this translator.")
     measures = sensitivity["measures"].values()
     key = "lost" if all("lost" in figures for figures in measures) else "cost"
     costs: dict[tuple[int, str], list[float]] = {}
@@ -65,12 +98,14 @@ def piece_weights(
         raise ValueError(f"`sensitivity` lacks the target's layers {lacking}. Measure it with all layers translated.")
     cost = torch.tensor([sum(costs[piece]) / len(costs[piece]) for piece in pieces], dtype=torch.float64).clamp(min=0)
     if not cost.mean() > 0:
-        raise ValueError("`sensitivity` finds no cost in any piece: there is nothing to weigh by. Fit without it.")
+        raise ValueError("`sensitivity` finds no cost in any piece: there is nothing to weigh by. Leave it out.")
     shares = torch.tensor([unexplained[piece] for piece in pieces], dtype=torch.float64).clamp(min=_LEAST_UNEXPLAINED)
-    widths = torch.tensor(output_blocks(geometry), dtype=torch.float64)
-    weights = (cost.clamp(min=_FLOOR * cost.mean()) / shares / widths) ** power
-    weights = weights / ((weights * widths).sum() / widths.sum())
-    return weights.view(-1, 2).tolist()
+    return (cost.clamp(min=_FLOOR * cost.mean()) / shares).view(-1, 2)
+
+
+def _check_power(power: float) -> None:
+    if not power >= 0:
+        raise ValueError(f"`sensitivity_power` must be at least 0, got {power}.")
 
 
 def channel_weights(weights: Sequence[Sequence[float]], geometry: ModelGeometry) -> torch.Tensor:

@@ -40,7 +40,8 @@ class Comparison:
         layer_weights (`Sequence`, *optional*): Weights of all target layers, as in [`LossInputs`].
 
     Raises:
-        `ValueError`: a loss or plan that needs a target, without one; a loss that the plan cannot have.
+        `ValueError`: a loss or plan that needs a target, without one; a loss that the plan cannot have; weights
+            that no loss reads.
     """
 
     source: PreTrainedModel | None
@@ -52,6 +53,11 @@ class Comparison:
     layer_weights: Sequence[float | tuple[float, float]] | None = None
 
     def __post_init__(self):
+        if self.layer_weights is not None and not set(self.losses) - set(ON_PROMPT):
+            raise ValueError(
+                f"`layer_weights` weigh losses on states, but `losses` has {', '.join(self.losses)} alone, on "
+                "prompts. Add one on states, like cc, or leave the weights out."
+            )
         if "cc_hidden" in self.losses and self.plan.kind == "none":
             raise ValueError(
                 "`losses` holds cc_hidden, which compares hidden states over the context: it needs a `replay` in "

@@ -52,14 +52,15 @@ class MoTTrainer(Trainer):
         eval_documents (`Iterable[str]`, *optional*): Held-out documents: `evaluate` then also reports `eval_recovery`.
         no_source ([`MoTModel`], *optional*): The translator's twin without source: and `eval_source_value`.
         layer_weights (`Sequence`, *optional*): A weight for each target layer in the losses on states, or a pair of
-            them for its keys and its values.
+            them for its keys and its values, as [`hf_mot.fit.loss_weights`] makes them of a measured sensitivity.
         target_embeddings (`nn.Module`, *optional*): The target's token embeddings, in place of a target.
         allow_variant (`bool`, *optional*, defaults to `False`): Accepts a source or target that is the translator's
             with another PEFT adapter or quantization.
         kwargs: Of `transformers.Trainer`.
 
     Raises:
-        `ValueError`: models or tokenizers that are not the translator's pair; in training, a loss that is not finite.
+        `ValueError`: models or tokenizers that are not the translator's pair, layer weights that no loss reads; in
+            training, a loss that is not finite.
     """
 
     def __init__(
@@ -243,6 +244,8 @@ class MoTTrainer(Trainer):
         report = dict(self.translator.fit_report or {})
         report.pop("evaluation", None)  # of the translator that the training started from
         training = training_report(self.args, self.state, str(self.comparison.plan))
+        if self.comparison.layer_weights is not None:
+            training["settings"]["layer_weights"] = list(self.comparison.layer_weights)
         return {**report, "training": {**training, **self.facts}}
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
