@@ -328,7 +328,7 @@ def _task(models, name, questions, arms, store, settings, closed_sets, batch_siz
     short = {
         arm: f"`replay` {plan} runs more tokens than the {shortest} of the shortest context"
         for arm, plan in plans.items()
-        if plan and plan.tokens > shortest
+        if plan and plan.run_tokens > shortest
     }
     arms = [arm for arm in arms if arm not in short]
     store.open(name, {**settings, **own}, own_settings(models, arms))
