@@ -157,7 +157,7 @@ def replay(
             )
         slots = choose_slots(log_error[:, :translated], *first[1:], len(prefix_ids), plan.uncertain)
         last = torch.arange(translated, ids.shape[1], device=slots.device).expand(len(ids), -1)
-        run, _ = run_slots(target, cache, ids, mask, positions, torch.cat([slots, last], dim=1))
+        run = run_slots(target, cache, ids, mask, positions, torch.cat([slots, last], dim=1))
         return filled(_states(run), mask)
     return filled(_read_on(target, cache, ids, mask, positions), mask) if plan.tokens else cache
 

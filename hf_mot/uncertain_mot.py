@@ -5,6 +5,7 @@ each of them attends to all that stands before it, translated or run again. Shap
 kv_heads, seq, head_dim]`, ids, masks and positions `[batch, seq]`, slots `[batch, tokens]`; rows are left-padded.
 """
 
+import copy
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,7 +42,7 @@ def run_slots(
     mask: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-) -> tuple[Cache, torch.Tensor]:
+) -> Cache:
     """
     The model runs the tokens in `slots`, on top of what it has of the others. Gradients flow through.
 
@@ -54,14 +55,20 @@ def run_slots(
             among them.
 
     Returns:
-        `tuple`: The cache of all tokens, and the last hidden states of those that were run, `[batch, tokens, hidden]`.
+        `Cache`: Of all tokens.
 
     Raises:
         `ValueError`: a model that lays its own mask over the tokens, as [`check_runs_slots`].
-        `RuntimeError`: the model has left the cache aside.
+        `RuntimeError`: the model has left the cache aside, or its masks.
     """
     check_runs_slots(model)
-    return _run_slots(model, cache, ids, mask, positions, slots)
+    run, _, missed = _run_slots(model, cache, ids, mask, positions, slots)
+    if missed:
+        raise RuntimeError(
+            f"The target ran past the cache, or the masks, in its layers {missed}. Turn gradient checkpointing off, "
+            "put the target in eval mode, and pass it without torch.compile."
+        )
+    return run
 
 
 def check_runs_slots(model: PreTrainedModel) -> None:
@@ -92,13 +99,14 @@ def _obeys(model: PreTrainedModel) -> bool:
             states[:, :, again] = states[:, :, again].roll(1, dims=0) + 1
     positions = torch.arange(length, device=device).expand(rows, -1)
     slots = torch.tensor(again, device=device).expand(rows, -1)
-    _, hidden = _run_slots(model, native, ids, torch.ones_like(ids), positions, slots)
+    _, hidden, missed = _run_slots(model, native, ids, torch.ones_like(ids), positions, slots)
     # Another choice of experts, after rounding, may move single rows: the median decides.
     error = ((hidden.float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-12)).median()
-    return bool(error <= max(1e-3, 4 * torch.finfo(model.dtype).eps))
+    return not missed and bool(error <= max(1e-3, 4 * torch.finfo(model.dtype).eps))
 
 
-def _run_slots(model, cache, ids, mask, positions, slots):
+def _run_slots(model, cache, ids, mask, positions, slots) -> tuple[Cache, torch.Tensor, list[int]]:
+    """As [`run_slots`]; and the last hidden states of the tokens, and the layers that passed cache or mask by."""
     scattering = _ScatteringCache(cache, slots, ids.shape[1])
     run_positions = positions.gather(1, slots)
     config = model.config.get_text_config()
@@ -110,15 +118,10 @@ def _run_slots(model, cache, ids, mask, positions, slots):
     def instead(layer_idx: int, given: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
         return _mask_of(seen[windows[layer_idx], layer_idx in chunked], given, hidden, additive)
 
-    with intercepted_masks(model, range(depth), instead):
+    with intercepted_masks(model, range(depth), instead) as reached:
         hidden = run_decoder(model, ids.gather(1, slots), scattering, mask, run_positions)
-    missed = sorted(set(range(len(cache.layers))) - scattering.done)
-    if missed:
-        raise RuntimeError(
-            f"The target ran past the cache in its layers {missed}. Turn gradient checkpointing off and put the "
-            "target in eval mode."
-        )
-    return scattering, hidden
+    missed = (set(range(depth)) - reached) | (set(range(len(cache.layers))) - scattering.done)
+    return scattering, hidden, sorted(missed)
 
 
 def _seen(
@@ -150,9 +153,10 @@ class _ScatteringCache(DynamicCache):
         super().__init__()
         self.slots, self.length = slots, length
         self.done: set[int] = set()
-        for layer_idx, layer in enumerate(cache.layers):
+        for layer in map(copy.copy, cache.layers):
             lacking = (0, 0, 0, length - layer.keys.shape[2])
-            super().update(F.pad(layer.keys, lacking), F.pad(layer.values, lacking), layer_idx)
+            layer.keys, layer.values = F.pad(layer.keys, lacking), F.pad(layer.values, lacking)
+            self.layers.append(layer)
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         layer = self.layers[layer_idx]

@@ -50,7 +50,7 @@ def test_family_makes_of_wrong_tokens_what_it_makes_natively_or_is_refused(famil
         states = (torch.where(spoiled, own, part) for own, part in zip(noise, (layer.keys, layer.values), strict=True))
         wrong.update(*states, layer_idx)
     with torch.no_grad():
-        run, _ = run_slots(model, wrong, ids, mask, positions, slots)
+        run = run_slots(model, wrong, ids, mask, positions, slots)
     for ours, theirs, before_run in zip(run.layers, native.layers, wrong.layers, strict=False):
         for name in ("keys", "values"):
             mine, native_own, spoiled_own = (
@@ -306,7 +306,7 @@ def test_checkpointing_that_takes_the_cache_away_is_noticed():
     check_runs_slots(pair["target"])
     pair["target"].activation_checkpointing_enable()
     pair["target"].train()
-    with pytest.raises(RuntimeError, match=r"ran past the cache in its layers \[0, 1, 2\]|must match the size"):
+    with pytest.raises(RuntimeError, match=r"ran past the cache, or .* its layers \[0, 1, 2\]|must match the size"):
         mot.assemble(output, inputs, pair["target"], ReplayPlan.parse("uncertain:2"))
 
 

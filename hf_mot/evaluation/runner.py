@@ -198,7 +198,7 @@ def evaluate(
     )
     replay = str(translator.plan(replay, context_length))
     own = context_length - len(translator.config.target["prefix_ids"])
-    if documents is not None and ReplayPlan.parse(replay).tokens > own:
+    if documents is not None and ReplayPlan.parse(replay).run_tokens > own:
         raise ValueError(
             f"`replay` is {replay}, but a context of {context_length} target tokens has {own} besides its special "
             "prefix. Choose fewer tokens, or a longer context."
