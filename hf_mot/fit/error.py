@@ -1,5 +1,7 @@
 """The prediction of a translator's error: which tokens it is likely to get wrong."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ..modeling_mot import MoTModel
@@ -25,8 +27,8 @@ def fit_error(
         model ([`MoTModel`]): A translator with the weights of a closed form.
         pair ([`Pair`]): Its models.
         moments ([`Moments`]): What it was solved from.
-        x, y (`torch.Tensor`): Features and native states of rows that it was not fitted on: of those that it was, the
-            errors are too small, and of others than those that are hard. The last quarter chooses the ridge strength.
+        x, y (`torch.Tensor`): Features and native states of rows that it was not fitted on (of those that it was, the
+            errors are too small). The last quarter chooses the ridge strength.
 
     Returns:
         `dict`: `ridge`, and the `rank_correlation` of prediction and error on that last quarter, `None` where nothing
@@ -49,12 +51,12 @@ def fit_error(
         features.append(module.error.features(module.inner(**read))[:, -1].double())
     features, log_error = torch.cat(features), torch.cat(log_error)
     cut = max(1, len(features) * 3 // 4)
-    tried = {ridge: _regression(features[:cut], log_error[:cut], ridge) for ridge in RIDGES}
+    tried = _regressions(features[:cut], log_error[:cut], RIDGES)
     held = features[cut:], log_error[cut:]
     lost = {ridge: (held[0] @ weight + bias - held[1]).square().sum() for ridge, (weight, bias) in tried.items()}
     ridge = min(lost, key=lambda strength: lost[strength].item())
     correlation = _rank_correlation(held[0] @ tried[ridge][0], held[1])
-    weight, bias = _regression(features, log_error, ridge)
+    weight, bias = _regressions(features, log_error, [ridge])[ridge]
     module.error.weight.copy_(weight[None])
     module.error.bias.copy_(bias)
     return {"ridge": ridge, "rank_correlation": correlation}
@@ -73,14 +75,19 @@ def _as_sequences(model: MoTModel, rows: torch.Tensor) -> dict[str, torch.Tensor
     return read
 
 
-def _regression(x: torch.Tensor, y: torch.Tensor, ridge: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and bias of a ridge regression, its strength relative to features of unit variance."""
+def _regressions(
+    x: torch.Tensor, y: torch.Tensor, ridges: Sequence[float]
+) -> dict[float, tuple[torch.Tensor, torch.Tensor]]:
+    """Weights and bias of ridge regressions, by their strength relative to features of unit variance."""
     mean, scale = x.mean(0), x.std(0, correction=0)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     own = (x - mean) / scale
-    penalised = own.T @ own / len(own) + ridge * torch.eye(own.shape[1], dtype=own.dtype)
-    weight = torch.linalg.solve(penalised, own.T @ (y - y.mean()) / len(own)) / scale
-    return weight, y.mean() - mean @ weight
+    covariance, right, found = own.T @ own / len(own), own.T @ (y - y.mean()) / len(own), {}
+    for ridge in ridges:
+        factor = torch.linalg.cholesky(covariance + ridge * torch.eye(len(covariance), dtype=own.dtype))
+        weight = torch.cholesky_solve(right[:, None], factor)[:, 0] / scale
+        found[ridge] = weight, y.mean() - mean @ weight
+    return found
 
 
 def _rank_correlation(one: torch.Tensor, other: torch.Tensor) -> float | None:
