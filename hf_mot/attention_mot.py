@@ -1,16 +1,19 @@
-"""The attention of a model's layers: what it is called with, and something else in its place for a while.
+"""The attention of a model's layers: what it is called with, and something else in its place, or another mask, for a
+while.
 
 Shapes: queries, keys and values are `[batch, heads, seq, head_dim]`.
 """
 
+import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -56,6 +59,47 @@ def intercepted_attention(model: PreTrainedModel, instead: Callable[..., Any]) -
             del ALL_ATTENTION_FUNCTIONS[implementation]
             if ALL_ATTENTION_FUNCTIONS.get(implementation) is not original:  # somebody else's override
                 ALL_ATTENTION_FUNCTIONS[implementation] = original
+
+
+@contextmanager
+def intercepted_masks(
+    model: PreTrainedModel, layers: Collection[int], instead: Callable[..., torch.Tensor]
+) -> Iterator[set[int]]:
+    """
+    While open, decoder layers get another attention mask. The model is left as it was.
+
+    Args:
+        model (`PreTrainedModel`): The model; also one that calls no attention function of transformers.
+        layers (`Collection[int]`): The layers.
+        instead (`Callable`): `instead(layer_idx, mask, hidden)` returns the mask to use in place of `mask`, a tensor
+            that is bool or additive, or `None`; `hidden` is what goes into the layer.
+
+    Returns:
+        `set[int]`: The layers that have got theirs, filled as they do.
+    """
+    reached: set[int] = set()
+
+    def hook_of(layer_idx: int) -> Callable[..., Any]:
+        def replace(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            names = list(inspect.signature(module.forward).parameters)
+            if "attention_mask" not in names:
+                return args, kwargs
+            reached.add(layer_idx)
+            place, hidden = names.index("attention_mask"), args[0] if args else kwargs["hidden_states"]
+            # All else stays as it is passed: gradient checkpointing looks at the cache by its name.
+            if place < len(args):
+                return (*args[:place], instead(layer_idx, args[place], hidden), *args[place + 1 :]), kwargs
+            return args, {**kwargs, "attention_mask": instead(layer_idx, kwargs.get("attention_mask"), hidden)}
+
+        return replace
+
+    stack = decoder_layers(model)
+    hooks = [stack[idx].register_forward_pre_hook(hook_of(idx), with_kwargs=True) for idx in layers]
+    try:
+        yield reached
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @torch.no_grad()

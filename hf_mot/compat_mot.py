@@ -96,3 +96,14 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     cached = [type(layer).__name__ != "DummyLayer" for layer in layers]
     known = {kind: window for kind, window, own in zip(kinds, windows, cached, strict=True) if own}
     return [window if own else known.get(kind) for kind, window, own in zip(kinds, windows, cached, strict=True)]
+
+
+def hides_by_itself(config: PreTrainedConfig) -> bool:
+    """Whether layers have a window of their own beside the masks that they are given (GPT-Neo), which counts slots."""
+    return "local" in getattr(config, "attention_layers", ())
+
+
+def chunked_layers(config: PreTrainedConfig) -> set[int]:
+    """The decoder layers whose window is a chunk: their tokens look at those of the same chunk (Llama 4)."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return {layer_idx for layer_idx, kind in enumerate(kinds) if kind == "chunked_attention"}

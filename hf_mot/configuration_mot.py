@@ -81,6 +81,9 @@ class MoTConfig(PreTrainedConfig):
             does not mention positions, which means `False`.
         key_norms (`list[int]`, *optional*, defaults to `[]`):
             Target layers whose translated keys get the weighted length that the target's own have ([`KeyNorm`]).
+        predicts_error (`bool`, *optional*, defaults to `False`):
+            Whether the linear map of a `rank` tells of each token how wrong its translation is likely to be, by which
+            the plan `"uncertain:32"` chooses. Fitted with the map; training leaves it as it is.
         linear_path (`bool`, *optional*, defaults to `False`):
             Whether `"mot"` and `"mlp"` add to a linear map of `rank`, which a closed-form fit can initialise.
         trunk (`bool`, *optional*, defaults to `False`):
@@ -128,6 +131,7 @@ class MoTConfig(PreTrainedConfig):
     embedding_window: int = 5
     position_free: bool = True
     key_norms: list[int] | tuple[int, ...] = ()
+    predicts_error: bool = False
     linear_path: bool = False
     trunk: bool = False
     hidden_size: int = 128
@@ -254,6 +258,8 @@ class MoTConfig(PreTrainedConfig):
             )
         if self.source_window > 1:
             self._check_linear_map("source_window")
+        if self.predicts_error:
+            self._check_linear_map("predicts_error")
         if self.piece_ranks is not None:
             self._check_linear_map("piece_ranks")
             self._check_piece_ranks()

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from .compat_mot import decoder_of, layer_windows, run_decoder, shares_last_layers, unsupported_cache
+from .compat_mot import decoder_of, hides_by_itself, layer_windows, run_decoder, shares_last_layers, unsupported_cache
 from .layers_mot import probe_hidden_dim
 from .positions_mot import RotaryEncoding, find_rotary_encodings
 from .rows_mot import positions_from_mask
@@ -223,9 +223,7 @@ def probe(model: PreTrainedModel) -> ModelGeometry:
         attention_dim=config.num_attention_heads * layers[0].key_dim,
         decoder_parameters=sum(w.numel() for w in decoder_of(model).parameters() if id(w) not in embeddings),
         max_positions=getattr(config, "max_position_embeddings", None),
-        sliding=any(DynamicCache(config=config).is_sliding)
-        or "local" in getattr(config, "attention_layers", ())
-        or _counts_pads(model),
+        sliding=any(DynamicCache(config=config).is_sliding) or hides_by_itself(config) or _counts_pads(model),
         windows=tuple(layer_windows(config)[: len(layers)]),
         hidden_dim=probe_hidden_dim(model),
     )

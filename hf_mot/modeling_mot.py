@@ -27,6 +27,7 @@ from .rows_mot import check_rows
 from .sparse_mot import sparse_way
 from .translators_mot import build_translator
 from .translators_norm_mot import KeyNorm
+from .uncertain_mot import check_runs_slots
 
 
 @dataclass
@@ -38,10 +39,13 @@ class MoTOutput(ModelOutput):
         key_states (`tuple[torch.Tensor, ...]`): Keys per translated target layer, position-free unless the config
             says otherwise (`position_free`).
         value_states (`tuple[torch.Tensor, ...]`): Values per translated target layer.
+        log_error (`torch.Tensor`, *optional*): `[batch, seq]`, the log of how wrong each token is likely to be (its
+            mean standardised squared error), of a translator that predicts it.
     """
 
     key_states: tuple[torch.Tensor, ...] | None = None
     value_states: tuple[torch.Tensor, ...] | None = None
+    log_error: torch.Tensor | None = None
 
 
 class MoTModel(MoTPreTrainedModel):
@@ -100,9 +104,10 @@ class MoTModel(MoTPreTrainedModel):
             text (`str` or list of `str`, *optional*): The context's text; by default the decoded source ids.
             replay (`str` or [`ReplayPlan`], *optional*): What the target computes itself: `"none"`, `"full"`,
                 `"sparse:128"` (as `"full"`, but that it looks where the source has looked most), `"bottom:6"` (its
-                first layers), `"tokens:32"` (the last tokens), `"bottom:6+tokens:32"`; by default what the translator
-                was made for, `config.replay`. `"auto:0.25"` (of native FLOPs) or `"auto:recovery=0.9"` chooses by the
-                translator's measured curve, see [`choose_plan`].
+                first layers), `"tokens:32"` (the last tokens), `"uncertain:32"` (those that are likeliest translated
+                wrong), `"bottom:6+tokens:32"` (or other sums of these); by default what the translator was made for,
+                `config.replay`. `"auto:0.25"` (of native FLOPs) or `"auto:recovery=0.9"` chooses by the translator's
+                measured curve, see [`choose_plan`].
             guidance ([`Guidance`], *optional*): Where the source has looked, as [`guide`] tells, for `"sparse:128"`: a
                 ready cache does not tell. By default what came with a cache of [`read_source`].
             allow_variant (`bool`, *optional*, defaults to `False`): Accepts a source or target that is the
@@ -161,6 +166,8 @@ class MoTModel(MoTPreTrainedModel):
         plan = self.plan(replay, shortest)
         if plan.sparse:
             sparse_way(target)  # refuses a target that cannot, before the source reads
+        if plan.uncertain:
+            check_runs_slots(target)
         cache, source_ids, source_mask = self.read_source(texts, source, source_tokenizer, allow_variant, plan=plan)
         return self.translate(
             cache,
@@ -261,6 +268,12 @@ class MoTModel(MoTPreTrainedModel):
                 f"`replay` {plan} looks where the source has looked, but this translator reads no source. Pass "
                 f"replay='{plan.unguided}'."
             )
+        if plan.uncertain and not self.config.predicts_error and self.config.method != "identity":
+            raise ValueError(
+                f"`replay` {plan} runs the tokens that are likeliest translated wrong, but this translator does not "
+                "tell which (`predicts_error`). Fit it again with hf-mot fit and a rank, or pass "
+                f"replay='{replace(plan, uncertain=0, tokens=plan.run_tokens)}', so many last tokens."
+            )
         self._check_reads(plan)
         return plan.layers(self.target_layers, len(self.target_geometry.layers))
 
@@ -338,12 +351,16 @@ class MoTModel(MoTPreTrainedModel):
         states = self.translator(
             source_states, embeddings, attention_mask, start=skipped, target_hidden_states=target_hidden_states
         )
+        # What is handed through is right everywhere.
+        log_error = states.new_zeros(states.shape[:2]) if self.config.method == "identity" else None
+        if self.config.predicts_error:
+            states, log_error = states[..., :-1], states[..., -1]
         key_states, value_states = split_layers(states, self.target_geometry, layers)
         normed = [
             self.key_norms[str(layer_idx)](keys) if str(layer_idx) in self.key_norms else keys
             for layer_idx, keys in zip(layers, key_states, strict=True)
         ]
-        return MoTOutput(key_states=tuple(normed), value_states=value_states)
+        return MoTOutput(key_states=tuple(normed), value_states=value_states, log_error=log_error)
 
     def assemble(
         self, output: MoTOutput, inputs: TranslationInputs, target: PreTrainedModel, plan: ReplayPlan | None = None
@@ -361,6 +378,7 @@ class MoTModel(MoTPreTrainedModel):
             target_mask=inputs.target_mask,
             guidance=inputs.guidance,
             bottom_states=inputs.bottom_states,
+            log_error=output.log_error,
         )
         attach(target)
         return cache

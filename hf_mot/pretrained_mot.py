@@ -179,6 +179,7 @@ class MoTPreTrainedModel(PreTrainedModel):
         for field in (
             *("source_layers", "target_layers", "rank", "piece_ranks"),
             *("source_window", "embedding_window", "target_hidden_layer", "position_free", "key_norms"),
+            "predicts_error",
         ):
             came, own = getattr(closed_form.config, field), getattr(self.config, field)
             if came != own:

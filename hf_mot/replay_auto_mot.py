@@ -29,8 +29,8 @@ def choose_plan(replay: str, config: MoTConfig, context_length: int | None = Non
         replay (`str`): One of the forms above.
         config ([`MoTConfig`]): The translator's.
         context_length (`int`, *optional*): Target tokens of the (shortest) context, its prefix included: the share of
-            each plan is highest there. By default those that the curve was measured on. Plans with more `tokens` than
-            that are left out.
+            each plan is highest there. By default those that the curve was measured on. Plans that run more
+            tokens than that are left out.
         guided (`bool`, *optional*, defaults to `True`): Whether it is known where the source has looked. Else plans
             that need to know are left out.
 
@@ -51,7 +51,7 @@ def choose_plan(replay: str, config: MoTConfig, context_length: int | None = Non
     length = config.replay_curve["context_length"] if context_length is None else context_length
     own = length - len(config.target["prefix_ids"])
     measured = [(ReplayPlan.parse(point["replay"]), point["recovery"]) for point in config.replay_curve["points"]]
-    possible = [point for point in measured if point[0].tokens <= own and (guided or not point[0].sparse)]
+    possible = [point for point in measured if point[0].run_tokens <= own and (guided or not point[0].sparse)]
     costs = [(plan.flops_share(config, length), plan, found) for plan, found in possible]
     if not costs:
         raise ValueError(

@@ -18,7 +18,9 @@ _FORMS = {
     "sparse": r"sparse:[1-9]\d*(/\d+)?",
     "bottom": r"bottom:[1-9]\d*",
     "tokens": r"tokens:[1-9]\d*",
+    "uncertain": r"uncertain:[1-9]\d*",
 }
+_COUNTS = ("bottom", "tokens", "uncertain")
 FULL_LAYERS = 2  # by default, of a sparse plan
 KEPT_WINDOW = 4  # times the sparse positions: looking up single keys costs some times more than a row of them
 
@@ -41,6 +43,9 @@ class ReplayPlan:
         tokens (`int`, *optional*, defaults to 0):
             So many of the last tokens of each row are run by the target, on top of what it then has of those before
             them.
+        uncertain (`int`, *optional*, defaults to 0):
+            So many of the other tokens of each row are run by the target too, those whose translation is most likely
+            wrong, as the translator predicts it; each on top of what then stands before it.
         sparse (`int`, *optional*, defaults to 0):
             With `"full"`: in the layers from `full_layers` up each token attends to so many tokens alone, those that
             the source looked at most (the paper's Top-S, C.4). Sliding layers whose window holds at most `KEPT_WINDOW`
@@ -56,16 +61,20 @@ class ReplayPlan:
     window: tuple[int, int] | None = None
     bottom: int = 0
     tokens: int = 0
+    uncertain: int = 0
     sparse: int = 0
     full_layers: int = FULL_LAYERS
 
     def __post_init__(self):
-        if self.bottom < 0 or self.tokens < 0:
-            raise ValueError(f"`bottom` and `tokens` of a plan must be 0 or more, got {self.bottom}, {self.tokens}.")
-        if self.kind == "full" and (self.bottom or self.tokens):
+        counts = [getattr(self, name) for name in _COUNTS]
+        if min(counts) < 0:
             raise ValueError(
-                "`replay` full and sparse run all layers over all tokens, so bottom and tokens do not go with them, "
-                f"got {self}. Leave out either."
+                f"`bottom`, `tokens` and `uncertain` of a plan must be 0 or more, got {', '.join(map(str, counts))}."
+            )
+        if self.kind == "full" and any(counts):
+            raise ValueError(
+                "`replay` full and sparse run all layers over all tokens, so bottom, tokens and uncertain do not go "
+                f"with them, got {self}. Leave out either."
             )
         if min(self.sparse, self.full_layers) < 0 or (self.sparse and self.kind != "full"):
             raise ValueError(
@@ -77,7 +86,8 @@ class ReplayPlan:
     def parse(cls, plan: "str | ReplayPlan") -> "ReplayPlan":
         """Reads a plan from its name: `"none"`, `"full"` or, with a channel window, `"full:6-11"`; `"sparse:128"`,
         with other full layers than two `"sparse:128/4"`, with a window `"full:6-11+sparse:128"`; `"bottom:6"`,
-        `"tokens:32"`, or both as `"bottom:6+tokens:32"`. Raises `ValueError` for an unknown one."""
+        `"tokens:32"`, `"uncertain:32"`, or several as `"bottom:6+tokens:32"`. Raises `ValueError` for an unknown
+        one."""
         if isinstance(plan, cls):
             return plan
         given: dict[str, list[int]] = {}
@@ -87,20 +97,21 @@ class ReplayPlan:
                 raise ValueError(
                     "`replay` must be one of none, full, full:6-11 (the layers to inject), sparse:128 (so many "
                     "positions per token, from 1) or sparse:128/2 (but in so many first layers), bottom:6 (so many "
-                    "first layers are native), tokens:32 (so many last tokens are; both from 1) or "
-                    f"bottom:6+tokens:32, got {plan!r}."
+                    "first layers are native), tokens:32 (so many last tokens are; both from 1), uncertain:32 (so "
+                    "many are that are likeliest translated wrong, from 1) or several, like bottom:6+tokens:32, got "
+                    f"{plan!r}."
                 )
             given[name] = [int(number) for number in re.findall(r"\d+", part)]
         if "none" in given and len(given) > 1:
             raise ValueError(f"`replay` none runs nothing natively, so no part goes with it, got {plan!r}. Drop none.")
         window = tuple(given.get("full", ())) or None
-        counts = {name: given[name][0] for name in ("bottom", "tokens") if name in given}
+        counts = {name: given[name][0] for name in _COUNTS if name in given}
         if "sparse" in given:
             counts |= dict(zip(("sparse", "full_layers"), given["sparse"], strict=False))
         return cls("full" if {"full", "sparse"} & given.keys() else "none", window, **counts)
 
     def __str__(self) -> str:
-        parts = [f"{name}:{count}" for name in ("bottom", "tokens") if (count := getattr(self, name))]
+        parts = [f"{name}:{count}" for name in _COUNTS if (count := getattr(self, name))]
         if self.sparse:
             parts.insert(0, f"sparse:{self.sparse}" + f"/{self.full_layers}" * (self.full_layers != FULL_LAYERS))
         if self.kind == "full" and not (self.sparse and self.window is None):
@@ -110,7 +121,12 @@ class ReplayPlan:
     @property
     def runs_target(self) -> bool:
         """Whether the target runs over any of the context."""
-        return self.kind == "full" or self.bottom > 0 or self.tokens > 0
+        return self.kind == "full" or self.bottom > 0 or self.run_tokens > 0
+
+    @property
+    def run_tokens(self) -> int:
+        """How many tokens of each row run through all layers, on top of the translation of the others."""
+        return self.tokens + self.uncertain
 
     @property
     def unguided(self) -> "ReplayPlan":
@@ -138,6 +154,11 @@ class ReplayPlan:
             raise ValueError(
                 f"`replay` takes the first {self.bottom} layers from the target itself, but it has {depth}. Choose "
                 f"from bottom:1 to bottom:{depth}, which is a native cache."
+            )
+        if self.bottom == depth and self.uncertain:
+            raise ValueError(
+                f"`replay` is {self}, but with all {depth} layers native no token is uncertain. Choose fewer layers, "
+                "or leave out uncertain."
             )
         if self.bottom == depth:
             return range(depth, depth)
@@ -172,6 +193,12 @@ class ReplayPlan:
             raise ValueError(
                 f"`replay` runs the last {self.tokens} tokens of each row natively, but row {row} of the context has "
                 f"{lengths[row]} (its special prefix not counted). Choose tokens:{lengths[row]} or fewer."
+            )
+        if self.run_tokens > lengths[row]:
+            raise ValueError(
+                f"`replay` {self} runs {self.run_tokens} tokens of each row natively, but row {row} of the context "
+                f"has {lengths[row]} (its special prefix not counted). Choose uncertain:{lengths[row] - self.tokens} "
+                "or fewer."
             )
         return attention_mask.shape[1] - self.tokens
 
@@ -220,13 +247,14 @@ class ReplayPlan:
 
     def target_flops(self, config: MoTConfig, context_length: int) -> int:
         """What the target computes of `flops`: a native prefill, without its upper layers over the tokens that are
-        translated. More `tokens` than there are count as all."""
+        translated. More `tokens` than there are count as all. Those of `uncertain` run on top of the `bottom` of all,
+        and cost most where they are the last ones, as they are counted."""
         geometry = ModelGeometry.from_dict(config.target["geometry"])
         native = native_flops(geometry, context_length)
         if self.kind == "full":
             return native - len(self.sparse_layers(_windows(geometry))) * self._unseen_flops(geometry, context_length)
-        translated = max(context_length - self.tokens, 0)
-        return native - native_flops(geometry, translated) + bottom_flops(geometry, translated, self.bottom)
+        skipped, read = (max(context_length - count, 0) for count in (self.run_tokens, self.tokens))
+        return native - native_flops(geometry, skipped) + bottom_flops(geometry, read, self.bottom)
 
     def _unseen_flops(self, geometry: ModelGeometry, context_length: int) -> int:
         """What a layer of `sparse` saves."""

@@ -16,6 +16,7 @@ from .geometry_mot import ModelGeometry
 from .replay_mot import ReplayPlan
 from .rows_mot import positions_from_mask
 from .sparse_mot import sparse_attention
+from .uncertain_mot import choose_slots, run_slots
 
 _States = tuple[torch.Tensor, torch.Tensor]  # keys and values of a layer
 
@@ -69,6 +70,7 @@ def replay(
     target_mask: torch.Tensor,
     guidance: Mapping[int, torch.Tensor] | None = None,
     bottom_states: Sequence[_States] | None = None,
+    log_error: torch.Tensor | None = None,
 ) -> TranslatedCache:
     """
     Fills a [`TranslatedCache`]: the target's positions are put on the translated states, the target's special prefix
@@ -85,10 +87,13 @@ def replay(
         guidance (`Mapping[int, torch.Tensor]`, *optional*): By target layer, the slots that each token may look at in
             plan sparse, `[batch, seq, size]`.
         bottom_states (`Sequence`, *optional*): What [`read_bottom`] gave, where the target has read it before.
+        log_error (`torch.Tensor`, *optional*): How wrong the translation of each token is likely to be, `[batch,
+            seq]`, by which plan uncertain chooses.
 
     Raises:
         `ValueError`: a plan that these layers or rows are too few for; plan sparse without guidance, or for a target
-            that cannot look at some tokens alone.
+            that cannot look at some tokens alone; plan uncertain without `log_error`, or for a target that cannot run
+            single tokens.
         `RuntimeError`: the target has left the cache aside.
     """
     geometry, prefix_ids = ModelGeometry.from_dict(contract["geometry"]), contract["prefix_ids"]
@@ -144,6 +149,16 @@ def replay(
             pair = placed(layer_idx, *(part.to(device=device, dtype=weight.dtype) for part in pair))
             layers.append(pair if native is None else _with_prefix(pair, native, *first[1:]))
     cache = filled(layers, first[1])
+    if plan.uncertain:
+        if log_error is None:
+            raise ValueError(
+                f"`log_error` is required by the plan {plan}, which runs the tokens that are likeliest wrong. Take it "
+                "from the output of a translator that predicts it (`predicts_error`)."
+            )
+        slots = choose_slots(log_error[:, :translated], *first[1:], len(prefix_ids), plan.uncertain)
+        last = torch.arange(translated, ids.shape[1], device=slots.device).expand(len(ids), -1)
+        run = run_slots(target, cache, ids, mask, positions, torch.cat([slots, last], dim=1))
+        return filled(_states(run), mask)
     return filled(_read_on(target, cache, ids, mask, positions), mask) if plan.tokens else cache
 
 

@@ -6,18 +6,15 @@ masked, which has the same result and saves nothing. Shapes: queries, keys and v
 head_dim]`, positions `[batch, seq, size]`: slots of the rows, each token's own always among them, none above it.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from .attention_mot import attention_scores, attention_weights, intercepted_attention, scaled
+from .attention_mot import attention_scores, attention_weights, intercepted_attention, intercepted_masks, scaled
 from .compat_mot import decoder_layers, run_decoder
 
 logger = logging.get_logger(__name__)
@@ -194,28 +191,12 @@ def attend_to_blocks(
 @contextmanager
 def _masked(model: PreTrainedModel, positions: Mapping[int, torch.Tensor]) -> Iterator[set[int]]:
     additive = model.config.get_text_config()._attn_implementation == "eager"
-    reached: set[int] = set()
 
-    def hook_of(layer_idx: int) -> Callable[..., Any]:
-        def narrow(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            signature = inspect.signature(module.forward)
-            if "attention_mask" not in signature.parameters:
-                return args, kwargs
-            bound = signature.bind(*args, **kwargs)
-            hidden, mask = bound.args[0], bound.arguments.get("attention_mask")
-            bound.arguments["attention_mask"] = _narrowed(mask, positions[layer_idx], hidden, additive)
-            reached.add(layer_idx)
-            return bound.args, bound.kwargs
+    def narrow(layer_idx: int, mask: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+        return _narrowed(mask, positions[layer_idx], hidden, additive)
 
-        return narrow
-
-    layers = decoder_layers(model)
-    hooks = [layers[idx].register_forward_pre_hook(hook_of(idx), with_kwargs=True) for idx in positions]
-    try:
+    with intercepted_masks(model, positions, narrow) as reached:
         yield reached
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _narrowed(mask: torch.Tensor | None, slots: torch.Tensor, hidden: torch.Tensor, additive: bool) -> torch.Tensor:

@@ -3,7 +3,8 @@
 Shapes: source states `[batch, seq, source width]`, embeddings `[batch, seq, embedding width]` (the causal window of
 the target's token embeddings, own token first), hidden states of the target `[batch, seq, hidden]`, each `None` where
 it is not read; output `[batch, seq, target width - start]`: per target layer keys, then values, from channel `start`
-on, where a layer begins; what lies before is computed only where that is simpler.
+on, where a layer begins; what lies before is computed only where that is simpler. With a [`ErrorPrediction`] one more
+channel follows, what it says.
 `attention_mask` is `[batch, seq]`, 0 on the pads of left-padded rows.
 """
 
@@ -19,6 +20,7 @@ from .configuration_mot import MoTConfig
 from .geometry_mot import ModelGeometry
 from .rows_mot import causal_window
 from .translators_backbone_mot import BackboneTranslator, FeedForward
+from .translators_error_mot import ErrorPrediction
 from .translators_mixture_mot import Mixture, Router
 from .translators_pieces_mot import PieceProjections, project_from
 
@@ -106,6 +108,8 @@ class ReducedRankTranslator(nn.Module):
         source_window (`int`, *optional*, defaults to 1): Tokens whose source states a token reads, the own one and
             those before it; these through the same `rank` channels, so that each costs `rank²` weights.
         hidden_dim (`int`, *optional*, defaults to 0): Width of the target's hidden state; 0 for none.
+        error (`nn.Module`, *optional*): Tells from the `rank` inner channels, unrefined, how wrong a token is likely
+            to be, in a channel after the output's.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class ReducedRankTranslator(nn.Module):
         pieces: Sequence[tuple[int, int]] | None = None,
         source_window: int = 1,
         hidden_dim: int = 0,
+        error: nn.Module | None = None,
     ):
         super().__init__()
         inner = output_dim if rank is None else rank
@@ -127,7 +132,7 @@ class ReducedRankTranslator(nn.Module):
         self.source_before = nn.Linear(before, inner, bias=False) if before else None
         self.embedding_in = nn.Linear(embedding_dim, inner, bias=False) if embedding_dim else None
         self.hidden_in = nn.Linear(hidden_dim, inner, bias=False) if hidden_dim else None
-        self.refine = refine
+        self.refine, self.error = refine, error
         if pieces is not None:
             self.up = PieceProjections(*zip(*pieces, strict=True))
         else:
@@ -146,25 +151,39 @@ class ReducedRankTranslator(nn.Module):
         start: int = 0,
         target_hidden_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        inner, full_rank = 0, isinstance(self.up, nn.Identity)  # whose inner channels are the output's
-        for project, states in (
-            (self.source_in, source_states),
-            (self.embedding_in, embeddings),
-            (self.hidden_in, target_hidden_states),
-        ):
-            if project is not None:
-                inner = inner + project_from(project, states, start if full_rank else 0)
-            if project is self.source_in and self.source_before is not None:
-                before = causal_window(inner, attention_mask, self.source_window)[..., inner.shape[-1] :]
-                inner = inner + self.source_before(before)
-        inner = inner - self.center[start if full_rank else 0 :]
+        full_rank = isinstance(self.up, nn.Identity)
+        inner = self.inner(source_states, embeddings, attention_mask, start, target_hidden_states)
+        error = [] if self.error is None else [self.error(inner).to(inner.dtype)]
         if self.refine is not None:
             inner = inner + self.refine(inner, attention_mask)
         if isinstance(self.up, PieceProjections):
             inner = self.up(inner, start)
         elif not full_rank:
             inner = project_from(self.up, inner, start)
-        return (inner * self.gain[start:] + self.bias[start:]) * self.scale[start:]
+        states = (inner * self.gain[start:] + self.bias[start:]) * self.scale[start:]
+        return torch.cat([states, *error], dim=-1) if error else states
+
+    def inner(
+        self,
+        source_states: torch.Tensor | None,
+        embeddings: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
+        start: int = 0,
+        target_hidden_states: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The inner channels, `[batch, seq, rank]`; of a full-rank map those of the output, from `start` on."""
+        inner, start = 0, start if isinstance(self.up, nn.Identity) else 0
+        for project, states in (
+            (self.source_in, source_states),
+            (self.embedding_in, embeddings),
+            (self.hidden_in, target_hidden_states),
+        ):
+            if project is not None:
+                inner = inner + project_from(project, states, start)
+            if project is self.source_in and self.source_before is not None:
+                before = causal_window(inner, attention_mask, self.source_window)[..., inner.shape[-1] :]
+                inner = inner + self.source_before(before)
+        return inner - self.center[start:]
 
 
 class Refinement(nn.Module):
@@ -231,7 +250,7 @@ class MixtureTranslator(nn.Module):
         states = torch.cat([part for pair in zip(*translated, strict=True) for part in pair], dim=-1)[..., start:]
         if self.linear is None:
             return states
-        return states + self.linear(source_states, embeddings, attention_mask, start, target_hidden_states)
+        return _added(states, self.linear(source_states, embeddings, attention_mask, start, target_hidden_states))
 
 
 class MLPTranslator(nn.Module):
@@ -261,7 +280,7 @@ class MLPTranslator(nn.Module):
         states = project_from(self.down, nn.functional.gelu(self.middle(hidden)), start)
         if self.linear is None:
             return states
-        return states + self.linear(source_states, embeddings, attention_mask, start, target_hidden_states)
+        return _added(states, self.linear(source_states, embeddings, attention_mask, start, target_hidden_states))
 
 
 class IdentityTranslator(nn.Module):
@@ -276,6 +295,14 @@ class IdentityTranslator(nn.Module):
         target_hidden_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return source_states[..., start:]
+
+
+def _added(states: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+    """The sum of both paths, and behind it what the linear one says of the error, if it does."""
+    width = states.shape[-1]
+    if linear.shape[-1] == width:
+        return states + linear
+    return torch.cat([states + linear[..., :width], linear[..., width:]], dim=-1)
 
 
 def _start_at_zero(projection: nn.Linear) -> None:
@@ -325,7 +352,8 @@ def _linear_path(config: MoTConfig, widths: Widths, refine: nn.Module | None = N
     if config.piece_ranks is not None:
         pieces = list(zip(sum(widths.target, ()), sum(config.piece_ranks, []), strict=True))
     channels = (widths.source_dim, widths.embeddings, widths.output_dim)
-    return ReducedRankTranslator(*channels, config.rank, refine, pieces, config.source_window, widths.hidden)
+    error = ErrorPrediction(config.rank) if config.predicts_error else None
+    return ReducedRankTranslator(*channels, config.rank, refine, pieces, config.source_window, widths.hidden, error)
 
 
 def _build_mixture(config: MoTConfig, widths: Widths) -> nn.Module:

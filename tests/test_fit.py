@@ -207,6 +207,7 @@ def test_report_says_what_was_done(fitted):
 def test_cost_estimate_counts_the_translators_weights(fitted):
     config = fitted.translator.config
     weights = sum(w.numel() for name, w in fitted.translator.named_parameters() if not name.endswith(("bias", "gain")))
+    weights += fitted.translator.translator.error.weight.numel()
     plan = ReplayPlan.parse("none")
     assert plan.flops(config, 100) == 2 * weights * 100
     native = native_flops(fitted.translator.target_geometry, 100)

@@ -62,6 +62,7 @@ def format_description(description: dict[str, Any]) -> str:
     layers, written = description["source_layers"], description.get("target_layers")
     share, depth = description["flops_share"], _layer_count(target)
     norms, hidden = description.get("key_norms", []), description.get("target_hidden_layer")
+    predicts = description.get("predicts_error", False)
     rows = [
         ("pair", f"{_name(source)} → {_name(target)}"),
         ("method", f"{description['method']}{format_rank(description)}"),
@@ -71,6 +72,7 @@ def format_description(description: dict[str, Any]) -> str:
         *([("", f"the target's hidden state before its layer {hidden}")] if hidden is not None else []),
         ("writes", f"all {depth} target layers" if written is None else _window(written, depth)),
         *([("", f"keys of the weighted length of the target's own in {len(norms)} of them")] if norms else []),
+        *([("", "how wrong each token is likely to be (plan uncertain)")] if predicts else []),
         ("weights", f"{description['parameters']:,}, {description['bytes'] / 1e6:.1f} MB in {description['dtype']}"),
         (
             "cost",

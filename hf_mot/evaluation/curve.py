@@ -28,7 +28,8 @@ def default_plans(translator: MoTModel, context_length: int) -> list[str]:
     """
     Plans from the cheapest that this translator can do to the cost of a native prefill: layers at the bottom so that
     the cost grows in even steps up to all of them, which is native; the last eighth, quarter and half of the tokens;
-    an eighth of them above a third of the layers. `full` where a part of the layers is translated: of all, it makes of
+    an eighth of them above a third of the layers; as many of those that are likeliest translated wrong, where the
+    translator predicts which. `full` where a part of the layers is translated: of all, it makes of
     the context what `none` does.
 
     Args:
@@ -40,6 +41,7 @@ def default_plans(translator: MoTModel, context_length: int) -> list[str]:
     bottom = [ReplayPlan(bottom=count) for count in range(depth + 1)]
     last = [ReplayPlan(bottom=least, tokens=context_length // part) for part in (8, 4, 2)]
     both = ReplayPlan(bottom=max(1, depth // 3, least), tokens=context_length // 8)
+    last += [ReplayPlan(bottom=least, uncertain=context_length // part) for part in (8, 4)]
     full = [] if len(translator.target_layers) == depth else [ReplayPlan("full")]
     possible = [plan for plan in (*bottom, *last, both, *full) if _is_possible(translator, plan)]
     shares = {plan: plan.flops_share(translator.config, context_length) for plan in possible if plan in bottom}
@@ -77,7 +79,7 @@ def check_plans(translator: MoTModel, plans: Sequence[str], context_length: int,
     found = {str(plan): plan for plan in (translator.plan(name, context_length) for name in (*plans, replay))}
     own = context_length - len(translator.config.target["prefix_ids"])
     for name, plan in found.items():
-        if plan.tokens > own:
+        if plan.run_tokens > own:
             raise ValueError(
                 f"`curve` holds {name}, but a context of {context_length} target tokens has {own} besides its special "
                 "prefix. Choose fewer tokens, or a longer context."

@@ -49,6 +49,8 @@ def describe_form(config: MoTConfig) -> dict[str, Any]:
     form |= {"source_layers": list(config.source_layers), "embedding_window": config.embedding_window}
     if config.source_window > 1:
         form["source_window"] = config.source_window
+    if config.predicts_error:
+        form["predicts_error"] = True
     if config.target_hidden_layer is not None:
         form["target_hidden_layer"] = config.target_hidden_layer
     return form if config.target_layers is None else {**form, "target_layers": list(config.target_layers)}

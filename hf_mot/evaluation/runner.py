@@ -198,7 +198,7 @@ def evaluate(
     )
     replay = str(translator.plan(replay, context_length))
     own = context_length - len(translator.config.target["prefix_ids"])
-    if documents is not None and ReplayPlan.parse(replay).tokens > own:
+    if documents is not None and ReplayPlan.parse(replay).run_tokens > own:
         raise ValueError(
             f"`replay` is {replay}, but a context of {context_length} target tokens has {own} besides its special "
             "prefix. Choose fewer tokens, or a longer context."
@@ -328,7 +328,7 @@ def _task(models, name, questions, arms, store, settings, closed_sets, batch_siz
     short = {
         arm: f"`replay` {plan} runs more tokens than the {shortest} of the shortest context"
         for arm, plan in plans.items()
-        if plan and plan.tokens > shortest
+        if plan and plan.run_tokens > shortest
     }
     arms = [arm for arm in arms if arm not in short]
     store.open(name, {**settings, **own}, own_settings(models, arms))

@@ -17,6 +17,7 @@ from ..modeling_mot import MoTModel
 from ..rows_mot import left_pad
 from ..translators_mot import Widths
 from ..versions import versions
+from .error import fit_error
 from .gathered import Gathered, gather, gathering_settings
 from .key_metric import KEY_METRICS, KeyMetric, QueryMoments
 from .layers import choose_source_layers
@@ -144,7 +145,7 @@ def fit(
     pair = Pair(source, target, source_tokenizer, target_tokenizer, target_hidden_layer=target_hidden_layer)
     if target_hidden_layer is not None:  # refuses a layer that is not there, or cannot be read
         MoTModel(pair.config(rank=1))
-    budget = Budget.of(pair.target_geometry, max_parameters, flops_share, source_window, pair.first_layer)
+    budget = Budget.of(pair.target_geometry, max_parameters, flops_share, source_window, pair.first_layer, rank or 0)
     if budget is not None and rank is None:
         raise ValueError("`rank` is None, but a budget needs the most that it may be. Give a number.")
     if source_window > 1 and rank is None:
@@ -210,9 +211,6 @@ def fit(
     shell.config.key_norms = [pair.first_layer + place for place in constant]
     pair.key_lengths = (lengths, key_weights) if key_norms else None
     translator, no_source, choices = _solve_both(pair, moments, held_x, held_y, shell.config, rank, seed, budget)
-    for model in (translator, no_source):
-        if model is not None:
-            set_key_norms(model, key_weights)
     seconds |= {"forward": pair.seconds["forward"], "total": time.perf_counter() - started}
     bar.close()
     report = {
@@ -288,8 +286,13 @@ def _solve_one(pair, moments: Moments, held_x, held_y, config: MoTConfig, rank, 
     shared = {
         name: getattr(config, name) for name in ("source_layers", "source_window", "embedding_window", "key_norms")
     }
-    own = pair.config(**shared, **form)
-    return build_translator(own, solution), {**form, "ridge": ridge, "ridge_curve": curve}
+    own = pair.config(**shared, **form, predicts_error=form["rank"] is not None)
+    model, choices = build_translator(own, solution), {**form, "ridge": ridge, "ridge_curve": curve}
+    if pair.key_lengths is not None:
+        set_key_norms(model, pair.key_lengths[1])
+    if own.predicts_error:
+        choices["error_prediction"] = fit_error(model, pair, moments, held_x, held_y)
+    return model, choices
 
 
 def build_translator(config: MoTConfig, solution: LinearMap) -> MoTModel:

@@ -42,6 +42,7 @@ class Budget:
         flops_share: float | None,
         source_window: int = 1,
         first_layer: int = 0,
+        rank: int = 0,
     ) -> "Budget | None":
         """
         The tighter of two limits; `None` without any.
@@ -54,6 +55,8 @@ class Budget:
             source_window (`int`, *optional*, defaults to 1): Tokens whose source states are read.
             first_layer (`int`, *optional*, defaults to 0): The target layers below are its own, by the plan bottom,
                 whose FLOPs are part of the share.
+            rank (`int`, *optional*, defaults to 0): The most that it may be: each channel is read, and its square, to
+                predict the error, in buffers that are no parameters.
 
         Raises:
             `ValueError`: a limit that is not positive, or a share that the plan alone takes.
@@ -74,7 +77,7 @@ class Budget:
                     f"{own / native:.3f} of the target's own prefill. Allow more, or read a lower "
                     "`target_hidden_layer`."
                 )
-            limits.append(int((flops_share * native - own) / (2 * BUDGET_CONTEXT)))
+            limits.append(max(0, int((flops_share * native - own) / (2 * BUDGET_CONTEXT)) - 2 * rank))
         return cls(min(limits), widths, source_window) if limits else None
 
     def check(self, rank: int, features: int) -> None:

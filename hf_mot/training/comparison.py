@@ -1,7 +1,7 @@
 """From a batch to what the translator reads, and from its output to what the losses compare."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,12 @@ class Comparison:
             raise ValueError(
                 f"`replay` {self.plan} is a cheaper way to run {self.plan.unguided}, which one translator serves. "
                 f"Train with replay='{self.plan.unguided}'."
+            )
+        if self.plan.uncertain:
+            plain = replace(self.plan, uncertain=0)
+            raise ValueError(
+                f"`replay` {self.plan} leaves tokens to the target that the translator itself chooses, and no loss "
+                f"would reach these. Train with replay='{plain}', which serves both."
             )
         reasons = [name for name in self.losses if name in ON_TARGET]
         reasons += [f"the plan {self.plan}"] if self.plan.runs_target else []
