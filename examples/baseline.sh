@@ -31,8 +31,8 @@ run() { # DIRECTION PART ARGUMENTS...: an evaluation, unless it is done
 pair() { # DIRECTION SOURCE TARGET RANK TOKENS
     case " $DIRECTIONS " in *" $1 "*) ;; *) return 0 ;; esac
     if step fit && [ ! -d "$OUT/$1" ]; then
-        hf-mot fit --source "$2" --target "$3" --text $TRAIN --rank "$4" --flops-share 0.125 --tokens "$5" --seed 0 \
-            --out "$OUT/$1"
+        hf-mot fit --source "$2" --target "$3" --text $TRAIN --rank "$4" --flops-share 0.125 --source-window 1 --tokens "$5" \
+            --seed 0 --out "$OUT/$1"
     fi
     if step text; then
         run "$1" text --text $VALID --limit 128 --arms all --fit-text $TRAIN --gate --batch-size 16
