@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .compat_mot import decoder_layers, run_decoder
+from .layers_mot import input_device
 
 # The functions are of all models: one thread at a time puts another one there, for its own calls alone.
 _LOCK = threading.RLock()
@@ -61,7 +62,7 @@ def intercepted_attention(model: PreTrainedModel, instead: Callable[..., Any]) -
 @torch.no_grad()
 def missed_layers(model: PreTrainedModel) -> list[int]:
     """The layers of a model whose attention [`intercepted_attention`] does not see, found by running one token."""
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    token = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
     with intercepted_attention(model, lambda layer_idx, attend, *args, **options: attend(*args, **options)) as reached:
         run_decoder(model, token, DynamicCache())
     return sorted(set(range(len(decoder_layers(model)))) - reached)

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from .attention_mot import attention_scores, attention_weights, intercepted_attention, scaled
 from .compat_mot import decoder_layers, run_decoder
+from .layers_mot import before_calls, input_device
 
 logger = logging.get_logger(__name__)
 
@@ -80,7 +81,7 @@ def sparse_way(model: PreTrainedModel) -> str:
 @torch.no_grad()
 def _obeys(model: PreTrainedModel, way: _Way) -> bool:
     """Whether a model that may look everywhere does as ever, and where it may not, does not know what stands there."""
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     rows, length, depth = 4, 6, len(decoder_layers(model))
     ids = (
         torch.arange(rows * length, device=device).view(rows, length)
@@ -210,12 +211,8 @@ def _masked(model: PreTrainedModel, positions: Mapping[int, torch.Tensor]) -> It
         return narrow
 
     layers = decoder_layers(model)
-    hooks = [layers[idx].register_forward_pre_hook(hook_of(idx), with_kwargs=True) for idx in positions]
-    try:
+    with before_calls((layers[idx], hook_of(idx)) for idx in positions):
         yield reached
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _narrowed(mask: torch.Tensor | None, slots: torch.Tensor, hidden: torch.Tensor, additive: bool) -> torch.Tensor:
