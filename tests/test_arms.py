@@ -11,7 +11,8 @@ from hf_mot import inputs_mot
 from hf_mot.baselines import RawCopy
 from hf_mot.evaluation import arms as arms_module
 from hf_mot.evaluation import evaluate, runner
-from hf_mot.evaluation.arms import ARMS, Batch, Models
+from hf_mot.evaluation.arms import ARMS
+from hf_mot.evaluation.batch import Batch, Models
 from hf_mot.evaluation.measure import partner_shift
 from hf_mot.evaluation.similarity import cache_similarity
 from hf_mot.evaluation.windows import cut_windows

@@ -8,7 +8,7 @@ from conftest import changed, make_documents, make_model, make_pair, make_tokeni
 
 from hf_mot import MoTModel
 from hf_mot.evaluation import Example, evaluate, runner, save_report
-from hf_mot.evaluation.arms import continuation_nll
+from hf_mot.evaluation.answers import continuation_nll
 from hf_mot.evaluation.context_nll import compare_arms
 from hf_mot.evaluation.windows import check_context_length, cut_windows
 

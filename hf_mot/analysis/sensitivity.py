@@ -16,8 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_mot.analysis.pieces import Piece, Unexplained, mix, paired_states, translated_pieces
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.data import iterate_documents
-from hf_mot.evaluation.answers import read_on, token_losses
-from hf_mot.evaluation.arms import ARMS, Batch, Models, continuation_nll
+from hf_mot.evaluation.answers import continuation_nll, read_on, token_losses
+from hf_mot.evaluation.arms import ARMS
+from hf_mot.evaluation.batch import Batch, Models
 from hf_mot.evaluation.context_nll import CONTEXT_NLL
 from hf_mot.evaluation.describe import describe_pair, describe_translator
 from hf_mot.evaluation.measure import Item, grouped

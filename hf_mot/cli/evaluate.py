@@ -17,11 +17,9 @@ from hf_mot.cli import (
     split_names,
 )
 from hf_mot.cli.rivals import (
-    RIDGE_FILE,
-    can_refit,
+    all_arms,
     check_corpus,
-    fit_missing_ridge,
-    has_twin,
+    fit_baseline,
     load_baselines,
     load_twin,
     must_refit,
@@ -102,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if args.card and not os.path.isdir(args.translator):
         raise ValueError(f"`--card` needs the translator's own folder, got {args.translator}. Download it first.")
 
+    from hf_mot.baselines import BASELINES
     from hf_mot.data.documents import read_documents
     from hf_mot.evaluation.arms import find_arm
     from hf_mot.evaluation.curve import default_plans, replay_curve
@@ -125,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     translator = load_translator(args.translator)
     arms = DEFAULT_ARMS if args.arms is None else split_names(args.arms)
     if arms == ["all"]:
-        arms = _all_arms(args, translator)
+        arms = all_arms(args, translator)
     settings = {
         "arms": arms,
         "context_length": args.context,
@@ -156,8 +155,9 @@ def run(args: argparse.Namespace) -> int:
 
     if needs_twin and no_source is None:
         no_source = refit_twin(args.translator, translator, corpus(), pair)
-    if "ridge" in arms and "ridge" not in baselines:
-        baselines["ridge"] = fit_missing_ridge(args, corpus(), pair)
+    for name in BASELINES:
+        if name in arms and name not in baselines:
+            baselines[name] = fit_baseline(args, name, corpus(), pair)
     report = evaluate(
         translator,
         documents,
@@ -212,22 +212,6 @@ def _check_options(args: argparse.Namespace) -> None:
             raise ValueError(f"`{option}` is of no effect without {needed}. Give that too, or leave it out.")
     if args.cost_context is not None and args.no_cost:
         raise ValueError("`--cost-context` and `--no-cost` exclude each other. Leave one of them out.")
-
-
-def _all_arms(args: argparse.Namespace, translator: Any) -> list[str]:
-    """Every arm that this translator can have: rivals that were never fitted need the text to fit on."""
-    from hf_mot.evaluation.arms import ARMS
-
-    absent = set()
-    if not translator.config.source_layers:
-        absent |= {arm for arm in ARMS if ARMS[arm].needs in ("source", "raw_copy", "ridge")}
-    if not args.fit_text:
-        absent |= {"ridge"} if not os.path.isfile(os.path.join(args.translator, RIDGE_FILE)) else set()
-    if not has_twin(args.translator) and not (args.fit_text and can_refit(translator)):
-        absent |= {"no_source", "target_layers_only"}
-    if translator.config.target_hidden_layer is None:
-        absent.add("target_layers_only")
-    return [arm for arm in ARMS if arm not in absent and arm != "native_wrong_document"]
 
 
 def _results_file(args: argparse.Namespace) -> Path | None:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from hf_mot.evaluation.arms import Batch, Models, find_arm
+from hf_mot.evaluation.arms import find_arm
+from hf_mot.evaluation.batch import Batch, Models
 from hf_mot.evaluation.describe import fingerprint
 from hf_mot.evaluation.store import ResultStore
 
@@ -96,7 +97,7 @@ def measure(
             f"`arms` holds none that has a meaning for {part}. text_handoff and source_alone have one for questions "
             "alone, native_wrong_document for documents alone. Add an arm."
         )
-    needs_other = [arm for arm in arms if find_arm(arm).wrong or arm == "wrong_source"]
+    needs_other = [arm for arm in arms if find_arm(arm).needs_other]
     shift = partner_shift(items, ", ".join(needs_other)) if needs_other else 0
     failed: dict[str, str] = {}
     done = sum(item.id in store.results(part, arm) for arm in arms for item in items)

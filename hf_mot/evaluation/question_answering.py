@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 
 from hf_mot.evaluation.answers import greedy_answers, read_on, token_losses
-from hf_mot.evaluation.arms import SUMMARY_TOKENS, Batch, Models, find_arm
+from hf_mot.evaluation.arms import SUMMARY_TOKENS, find_arm
+from hf_mot.evaluation.batch import Batch, Models
 from hf_mot.evaluation.measure import grouped
 from hf_mot.evaluation.metrics import better_by, compare, mean_with_interval
 from hf_mot.evaluation.prompts import Question, cut_to_fit

@@ -12,8 +12,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_mot.alignment_mot import tokenize_with_spans
+from hf_mot.baselines import BASELINES
 from hf_mot.data import iterate_documents
-from hf_mot.evaluation.arms import ARMS, Baseline, Models, find_arm
+from hf_mot.evaluation.arms import ARMS, find_arm
+from hf_mot.evaluation.batch import Baseline, Models
 from hf_mot.evaluation.context_nll import CONTEXT_NLL, measure_documents
 from hf_mot.evaluation.cost import measure_cost
 from hf_mot.evaluation.curve import NEEDED_ARMS, check_plans, columns_of, curve_points, planned_arms
@@ -373,7 +375,7 @@ def check_models(arms, translator, no_source, source, target, baselines) -> None
             )
         if needs == "source" and not translator.config.source_layers:
             raise ValueError(f"`arms` holds {arm}, but this translator reads no source. Leave the arm out.")
-        if needs in ("raw_copy", "ridge") and needs not in baselines:
+        if needs in BASELINES and needs not in baselines:
             raise ValueError(
                 f"`arms` holds {arm}, but `baselines` holds none of that name. Make it with hf_mot.baselines, or "
                 "leave the arm out."
