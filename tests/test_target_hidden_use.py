@@ -16,7 +16,7 @@ from hf_mot.evaluation import evaluate
 from hf_mot.evaluation.arms import ARMS
 from hf_mot.evaluation.batch import Batch
 from hf_mot.evaluation.curve import default_plans
-from hf_mot.evaluation.runner import check_settings
+from hf_mot.evaluation.settings import check_settings
 from hf_mot.training import TextDataset
 
 

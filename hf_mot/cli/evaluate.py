@@ -104,11 +104,13 @@ def run(args: argparse.Namespace) -> int:
     from hf_mot.data.documents import read_documents
     from hf_mot.evaluation.arms import find_arm
     from hf_mot.evaluation.curve import default_plans, replay_curve
+    from hf_mot.evaluation.files import save_report
     from hf_mot.evaluation.gate import Gate
     from hf_mot.evaluation.prompts import STYLES
     from hf_mot.evaluation.question_answering import CLOSED_SETS
     from hf_mot.evaluation.report import require_matplotlib, write_report
-    from hf_mot.evaluation.runner import DEFAULT_ARMS, check_settings, evaluate, save_report
+    from hf_mot.evaluation.runner import evaluate
+    from hf_mot.evaluation.settings import DEFAULT_ARMS, check_settings
     from hf_mot.evaluation.store import ResultStore
     from hf_mot.hub.resolve import load_translator
 

@@ -11,8 +11,8 @@ from typing import Any
 from hf_mot.evaluation.arms import ARMS
 from hf_mot.evaluation.curve_report import CURVE_PLOT, curve_table, curve_words, plot_curve
 from hf_mot.evaluation.describe import format_form, format_interval, format_number
+from hf_mot.evaluation.files import save_report, write_whole
 from hf_mot.evaluation.gate import MIN_DOCUMENTS
-from hf_mot.evaluation.runner import save_report, write_whole
 
 PLOT = "recovery_against_cost.png"
 LOWEST = -0.5  # of the plot: what is far below no context need not be told apart

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_mot.configuration_mot import MoTConfig
 from hf_mot.evaluation.curve import replay_curve
-from hf_mot.evaluation.runner import save_report, write_whole
+from hf_mot.evaluation.files import save_report, write_whole
 from hf_mot.hub.card import render_card
 from hf_mot.hub.handwriting import merge_card
 from hf_mot.hub.parts import CARD, FIT_REPORT, read_report, read_text
