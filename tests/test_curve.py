@@ -18,7 +18,8 @@ from hf_mot.evaluation import arms as arms_module
 from hf_mot.evaluation import context_nll, evaluate, question_answering
 from hf_mot.evaluation.curve import check_plans, curve_points, default_plans, replay_curve
 from hf_mot.evaluation.curve_report import CURVE_PLOT, curve_table, curve_words
-from hf_mot.evaluation.report import render_markdown, render_page, write_report
+from hf_mot.evaluation.report import render_markdown
+from hf_mot.evaluation.report_page import render_page, write_report
 from hf_mot.evaluation.tasks import TASKS
 from hf_mot.hub.record import record_evaluation
 from hf_mot.hub.resolve import load_translator

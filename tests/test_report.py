@@ -12,9 +12,9 @@ from evaluation_pair import make_examples, make_pair, write_examples
 from hf_mot import MoTConfig, MoTModel
 from hf_mot.cli.evaluate import add_arguments, run
 from hf_mot.cli.rivals import check_corpus
-from hf_mot.evaluation import arms
-from hf_mot.evaluation import report as report_module
-from hf_mot.evaluation.report import plain_words, render_markdown, render_page, table, write_report
+from hf_mot.evaluation import arms, report_plot
+from hf_mot.evaluation.report import facts, plain_words, render_markdown, table
+from hf_mot.evaluation.report_page import render_page, write_report
 from hf_mot.evaluation.tasks import TASKS
 from hf_mot.hub.handwriting import BEGIN, END
 
@@ -134,7 +134,7 @@ def test_report_writes_four_files(tmp_path):
 
 
 def test_report_without_matplotlib_says_so_first(monkeypatch, tmp_path):
-    monkeypatch.setattr(report_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(report_plot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install hf-mot\[report\]"):
         run_command("absent", "--text", "absent.txt", "--report", str(tmp_path / "out"))
 
@@ -316,7 +316,7 @@ def test_twin_of_a_trained_translator_is_not_fitted(folder, tmp_path):
 
 
 def test_facts_are_to_be_read_and_name_seed_0():
-    found = dict(report_module.facts(make_report()))
+    found = dict(facts(make_report()))
     assert found["seed"] == "0" and "skipped" not in found
     assert found["translator"] == (
         "reduced_rank, rank 8 (4 to 8 a piece), source layers 1, 3, keys of native length in 2 layers, "
