@@ -1,6 +1,5 @@
 """What is checked of an evaluation before it costs anything: its options, and its models."""
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from hf_mot.evaluation.tasks import find_task
 from hf_mot.evaluation.windows import check_context_length
 from hf_mot.guidance_mot import check_guide
 from hf_mot.modeling_mot import MoTModel
+from hf_mot.names import did_you_mean
 from hf_mot.replay_mot import ReplayPlan
 from hf_mot.sparse_mot import sparse_way
 
@@ -66,8 +66,7 @@ def check_settings(
         raise ValueError(f"`arms` is empty. Choose from {', '.join(ARMS)}.")
     for arm in arms:
         if arm not in ARMS:
-            close = difflib.get_close_matches(str(arm), ARMS, n=1)
-            hint = f"Did you mean {close[0]}? " if close else ""
+            hint = did_you_mean(arm, ARMS)
             raise ValueError(f"`arms` holds {arm!r}, which is no arm. {hint}Choose from {', '.join(ARMS)}.")
     for name in tasks:
         find_task(name)

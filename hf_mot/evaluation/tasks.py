@@ -1,6 +1,5 @@
 """Question-answering tasks: what one asks, how it is prompted and scored, and its examples from local files."""
 
-import difflib
 import gzip
 import json
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_mot.evaluation.original_formats import read_doc2dial, read_newsqa
+from hf_mot.names import did_you_mean
 
 _KEYS = ("id", "context", "question", "answers", "choices", "task")
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -120,8 +120,7 @@ TASKS = {
 def find_task(name: str) -> Task:
     """The task of that name. Raises `ValueError` for an unknown one, with the one that was probably meant."""
     if name not in TASKS:
-        close = difflib.get_close_matches(str(name), TASKS, n=1)
-        hint = f"Did you mean {close[0]}? " if close else ""
+        hint = did_you_mean(name, TASKS)
         raise ValueError(f"`tasks` holds {name!r}, which is no task. {hint}Choose from {', '.join(TASKS)}.")
     return TASKS[name]
 
