@@ -10,7 +10,7 @@ from evaluation_pair import CONTEXT, make_pair
 from hf_mot import inputs_mot
 from hf_mot.baselines import RawCopy
 from hf_mot.evaluation import arms as arms_module
-from hf_mot.evaluation import evaluate, runner
+from hf_mot.evaluation import evaluate, run
 from hf_mot.evaluation.arms import ARMS
 from hf_mot.evaluation.batch import Batch, Models
 from hf_mot.evaluation.measure import partner_shift
@@ -106,7 +106,7 @@ def test_similarity_is_one_for_native_states_alone(pair):
 
 
 def test_long_contexts_give_several_windows_of_a_document_and_clusters(pair, monkeypatch):
-    monkeypatch.setattr(runner, "LONG_CONTEXT", CONTEXT)
+    monkeypatch.setattr(run, "LONG_CONTEXT", CONTEXT)
     documents = make_documents(4, words=90)
     windows = windows_of(pair, documents, per_document=4)
     counts = [sum(window.document == index for window in windows) for index in range(4)]

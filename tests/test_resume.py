@@ -9,7 +9,7 @@ from conftest import make_documents
 from evaluation_pair import Killed, answer_shortly, make_examples, make_pair, watch_scores
 
 from hf_mot import MoTConfig, MoTModel
-from hf_mot.evaluation import context_nll, describe, evaluate, runner
+from hf_mot.evaluation import context_nll, describe, evaluate, run
 from hf_mot.evaluation.store import ResultStore
 from hf_mot.evaluation.tasks import TASKS
 
@@ -140,7 +140,7 @@ def test_only_results_of_the_same_pair_and_questions_are_reused(pair, tmp_path, 
     assert describe.pair_fingerprint(pair["translator"]) == describe.pair_fingerprint(pair["no_source"])
     with monkeypatch.context() as patch:
         other = describe.pair_fingerprint(identity)
-        patch.setattr(runner, "pair_fingerprint", lambda translator: other)
+        patch.setattr(run, "pair_fingerprint", lambda translator: other)
         with pytest.raises(ValueError, match=r"results\.jsonl holds results of squad with pair"):
             evaluate(tasks={"squad": make_examples(3)}, results=ResultStore(reuse=file), **pair)
     with pytest.raises(ValueError, match="results of squad with items"):

@@ -7,36 +7,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_mot.alignment_mot import tokenize_with_spans
 from hf_mot.data import iterate_documents
-from hf_mot.evaluation.arms import ARMS, find_arm
+from hf_mot.evaluation.arms import find_arm
 from hf_mot.evaluation.batch import Baseline, Models
-from hf_mot.evaluation.context_nll import CONTEXT_NLL, measure_documents
-from hf_mot.evaluation.cost import measure_cost
-from hf_mot.evaluation.curve import check_plans, curve_points
-from hf_mot.evaluation.describe import (
-    describe_dtype,
-    describe_pair,
-    describe_translator,
-    fingerprint,
-    pair_fingerprint,
-)
-from hf_mot.evaluation.gate import Gate, judge
-from hf_mot.evaluation.measure import CRASHES, describe_crash, grouped
-from hf_mot.evaluation.overlap import count_overlap
-from hf_mot.evaluation.prompts import Prompter, Question
+from hf_mot.evaluation.curve import check_plans
+from hf_mot.evaluation.gate import Gate
+from hf_mot.evaluation.prompts import Prompter
 from hf_mot.evaluation.question_answering import prepare_questions
+from hf_mot.evaluation.run import Run
 from hf_mot.evaluation.settings import DEFAULT_ARMS, check_models, check_parts, check_replay, check_settings
 from hf_mot.evaluation.store import ResultStore
-from hf_mot.evaluation.task_figures import measure_task
 from hf_mot.evaluation.tasks import TASKS, Example
-from hf_mot.evaluation.windows import Window, Windows, cut_windows, joined_window
 from hf_mot.modeling_mot import MoTModel
-from hf_mot.replay_mot import ReplayPlan
-from hf_mot.versions import versions
-
-# From this length on, documents are few, and each gives several windows.
-LONG_CONTEXT, WINDOWS_OF_LONG_CONTEXT = 1024, 4
 
 
 @torch.no_grad()
@@ -162,59 +144,22 @@ def evaluate(
         for name, examples in tasks.items()
     }
     store = results if isinstance(results, ResultStore) else ResultStore(results)
-    settings = _settings(models, seed)
-    report = _opening(models, settings)
-    tested: dict[str, dict[str, str]] = {}
-    missing: dict[str, dict[str, str]] = {}
-    by_plan: dict[str, dict[str, dict[str, Any]]] = {}  # the figures of tasks, by task and plan
-    cost_window = None
+    run = Run(models, arms, plans, store, seed, batch_size, progress)
     if documents is not None:
         documents = list(iterate_documents(documents))
-        found = _cut(models, documents, context_length, limit, seed)
-        cost_window = found.windows[0]
-        if cost and cost_context_length not in (None, context_length):
-            cost_window = joined_window(
-                documents, target_tokenizer, prefix_ids=models.prefix_ids, context_length=cost_context_length
-            )
-        tested[CONTEXT_NLL] = {str(window.document): documents[window.document] for window in found.windows}
-        own_arms = [arm for arm in arms if not find_arm(arm).tasks_only]
-        of_documents = {**settings, "context_length": context_length}
-        figures, failed = measure_documents(models, found, own_arms, store, of_documents, batch_size, progress)
-        report |= figures
-        missing |= {CONTEXT_NLL: failed} if failed else {}
+        run.measure_documents(documents, context_length, limit, cost_context_length if cost else None)
     for name, questions in prepared.items():
-        # Only what concerns the wrong document in general is of no use for questions.
-        own_arms = [arm for arm in arms if arm != "native_wrong_document"]
-        tested[name] = {question.id: question.example.context for question in questions.items}
-        cost_window = cost_window or _window(questions.items[0])
-        by_plan[name], failed = measure_task(
-            name, models, questions, own_arms, store, settings, closed_sets, batch_size, progress
-        )
-        report.setdefault("tasks", {})[name] = by_plan[name][replay]
-        missing |= {name: failed} if failed else {}
+        run.measure_task(name, questions, closed_sets)
     if fit_corpus is not None:
-        report["overlap"] = count_overlap(tested, fit_corpus)
+        run.count_overlap(fit_corpus)
     if gate is not None:
-        report["gate"] = judge({**report, "missing": missing}, gate)
-    length = report.get("context_length", len(cost_window.context_ids))  # that of the recovery beside them
-    report["flops_ratios"] = _flops_ratios(models, arms, length)
-    costs: dict[str, dict[str, float]] = {}
+        run.judge(gate)
+    run.count_flops()
     if cost:
-        own = len(cost_window.context_ids) - len(models.prefix_ids)
-        try:
-            report["cost"] = measure_cost(
-                models, cost_window, plans=[plan for plan in plans if ReplayPlan.parse(plan).tokens <= own]
-            )
-            costs = report["cost"].pop("by_plan", {})
-        except CRASHES as error:
-            missing["cost"] = {"translated": describe_crash(error)}
+        run.measure_cost()
     if plans:
-        shares = {plan: ReplayPlan.parse(plan).flops_share(translator.config, length) for plan in plans}
-        report["curve"] = curve_points(report, shares, by_plan, costs)
-    if missing:
-        report["missing"] = missing
-    report["versions"] = versions()
-    return report
+        run.add_curve()
+    return run.finish()
 
 
 def _prompters(translator, arms, source_tokenizer, target_tokenizer, style: str) -> dict[str, Prompter]:
@@ -223,60 +168,3 @@ def _prompters(translator, arms, source_tokenizer, target_tokenizer, style: str)
     if source_tokenizer is not None and any(find_arm(arm).tasks_only for arm in arms):
         found["source"] = Prompter.of_source(source_tokenizer, translator.config.source["prefix_ids"], style)
     return found
-
-
-def _settings(models: Models, seed: int) -> dict[str, Any]:
-    """By what results are known, whatever they are of: those of others cannot be gone on with."""
-    return {
-        "pair": pair_fingerprint(models.translator),
-        "translator": fingerprint(models.translator),
-        "replay": models.replay,
-        "dtype": describe_dtype(models.source, models.target),
-        "seed": seed,
-    }
-
-
-def _opening(models: Models, settings: dict[str, Any]) -> dict[str, Any]:
-    """What the report says before any figure."""
-    made = {name: baseline.report for name, baseline in models.baselines.items() if baseline.report}
-    return {
-        "pair": describe_pair(models.translator),
-        "translator": describe_translator(models.translator),
-        **{name: settings[name] for name in ("replay", "dtype", "seed")},
-        **({"baselines": made} if made else {}),
-    }
-
-
-def _cut(models: Models, documents: list[str], context_length: int, limit: int | None, seed: int) -> Windows:
-    """The windows of context-NLL that the source has positions for, those of one document next to each other."""
-    most = None if models.source is None else models.translator.source_geometry.max_positions
-    found = cut_windows(
-        documents,
-        models.target_tokenizer,
-        prefix_ids=models.prefix_ids,
-        context_length=context_length,
-        limit=limit,
-        seed=seed,
-        per_document=1 if context_length < LONG_CONTEXT else WINDOWS_OF_LONG_CONTEXT,
-        fits=lambda text: most is None or _source_tokens(models, text) <= most,
-    )
-    found.windows = grouped(found.windows)
-    return found
-
-
-def _source_tokens(models: Models, text: str) -> int:
-    """Tokens of a context that the source reads."""
-    prefix_ids = models.translator.config.source["prefix_ids"]
-    return len(prefix_ids) + len(tokenize_with_spans(models.source_tokenizer, text)[0])
-
-
-def _window(question: Question) -> Window:
-    """A question in the form that cost is measured on."""
-    return Window(0, question.text, question.context_ids, question.prompt_ids)
-
-
-def _flops_ratios(models: Models, arms: Sequence[str], context_length: int) -> dict[str, float]:
-    """By arm its FLOPs as a share of the target's own reading."""
-    native = ARMS["native"].flops(models, context_length)
-    counted = [arm for arm in arms if arm in ARMS and ARMS[arm].flops is not None]
-    return {arm: ARMS[arm].flops(models, context_length) / native for arm in counted}
