@@ -17,6 +17,7 @@ from hf_mot.evaluation.report import facts, plain_words, render_markdown, table
 from hf_mot.evaluation.report_page import render_page, write_report
 from hf_mot.evaluation.tasks import TASKS
 from hf_mot.hub.handwriting import BEGIN, END
+from hf_mot.hub.record import record_evaluation
 
 
 def interval(value):
@@ -359,3 +360,28 @@ def test_command_with_an_arm_that_crashed_ends_as_failed(folder, tmp_path, monke
     assert run_command(folder / "mot", "--text", folder / "text.txt", *models(folder), "--json", out) == 1
     assert "native" in json.loads(out.read_text())["arms"]
     assert "missing: translated of context_nll, which crashed: RuntimeError: out of memory" in capsys.readouterr().out
+
+
+def test_card_keeps_a_complete_evaluation_when_an_arm_crashes(folder, tmp_path, monkeypatch, capsys):
+    def crash(batch):
+        raise RuntimeError("out of memory")
+
+    mot = shutil.copytree(folder / "mot", tmp_path / "mot")
+    record_evaluation(mot, make_report(missing={}))
+    before = {path.name: path.read_bytes() for path in mot.iterdir() if path.is_file()}
+    monkeypatch.setitem(arms.ARMS, "wrong_document", replace(arms.ARMS["wrong_document"], cache=crash))
+    assert run_command(mot, "--text", folder / "text.txt", *models(folder), "--card") == 1
+    assert {path.name: path.read_bytes() for path in mot.iterdir() if path.is_file()} == before
+    printed = capsys.readouterr().out
+    assert "Card: left as it is. Of this evaluation an arm is missing, and the one in the card is complete." in printed
+    assert "README.md" not in printed
+
+
+def test_evaluation_with_a_crash_is_recorded_where_there_is_no_complete_one(folder, tmp_path):
+    mot = shutil.copytree(folder / "mot", tmp_path / "mot")
+    crashed = make_report()
+    assert record_evaluation(mot, crashed) and record_evaluation(mot, {**crashed, "seed": 1})
+    # What is missing of a curve may be a plan of more tokens than a context has: that is no crash.
+    assert record_evaluation(mot, {**crashed, "missing": {"squad": {"translated@tokens:9": "short"}}, "seed": 2})
+    assert not record_evaluation(mot, crashed)
+    assert json.loads((mot / "fit_report.json").read_text())["evaluation"]["seed"] == 2

@@ -3,6 +3,7 @@
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from hf_mot.cli import (
     AUTO,
@@ -102,12 +103,11 @@ def run(args: argparse.Namespace) -> int:
     from hf_mot.baselines import BASELINES
     from hf_mot.data.documents import read_documents
     from hf_mot.evaluation.arms import find_arm
-    from hf_mot.evaluation.curve import default_plans, replay_curve
-    from hf_mot.evaluation.files import save_report
+    from hf_mot.evaluation.curve import default_plans
     from hf_mot.evaluation.gate import Gate
+    from hf_mot.evaluation.measure import has_crashed
     from hf_mot.evaluation.prompts import STYLES
     from hf_mot.evaluation.question_answering import CLOSED_SETS
-    from hf_mot.evaluation.report_page import write_report
     from hf_mot.evaluation.report_plot import require_matplotlib
     from hf_mot.evaluation.runner import evaluate
     from hf_mot.evaluation.settings import DEFAULT_ARMS, check_settings
@@ -178,6 +178,15 @@ def run(args: argparse.Namespace) -> int:
     )
     report["command"] = command_line(args.argv)
     print(format_report(report))
+    _keep(args, report)
+    return int(has_crashed(report) or not report.get("gate", {"passed": True})["passed"])
+
+
+def _keep(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Writes what was asked for, and says where it is."""
+    from hf_mot.evaluation.files import save_report
+    from hf_mot.evaluation.report_page import write_report
+
     if args.json is not None:
         save_report(report, args.json)
         print(f"\nAll figures: {args.json}")
@@ -185,18 +194,21 @@ def run(args: argparse.Namespace) -> int:
         page = write_report(report, args.report)
         print(f"\nReport: {page}")
     if args.card:
-        from hf_mot.cli.fit import describe_file
-        from hf_mot.hub.record import record_evaluation
+        _put_into_card(args, report)
 
-        corpus = {"corpus": [describe_file(path) for path in args.text]} if args.text else {}
-        record_evaluation(args.translator, {**report, **corpus})
-        print(f"\nCard: {os.path.join(args.translator, 'README.md')}")
-        if "curve" in report and replay_curve(report) is None:
-            print("No plan has a recovery: there is nothing for --replay auto to choose from.")
-    if gate is not None and not report["gate"]["passed"]:
-        return 1
-    # What is missing of a curve may be a plan of more tokens than a context has: it is no failure.
-    return int(any("@" not in arm for arms in report.get("missing", {}).values() for arm in arms))
+
+def _put_into_card(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    from hf_mot.cli.fit import describe_file
+    from hf_mot.evaluation.curve import replay_curve
+    from hf_mot.hub.record import record_evaluation
+
+    corpus = {"corpus": [describe_file(path) for path in args.text]} if args.text else {}
+    if not record_evaluation(args.translator, {**report, **corpus}):
+        print("\nCard: left as it is. Of this evaluation an arm is missing, and the one in the card is complete.")
+        return
+    print(f"\nCard: {os.path.join(args.translator, 'README.md')}")
+    if "curve" in report and replay_curve(report) is None:
+        print("No plan has a recovery: there is nothing for --replay auto to choose from.")
 
 
 def _check_options(args: argparse.Namespace) -> None:

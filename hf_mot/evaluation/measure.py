@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tqdm.auto import tqdm
@@ -135,6 +135,12 @@ def measure(
 def describe_crash(error: Exception) -> str:
     """An error as a line of a report."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def has_crashed(report: Mapping[str, Any]) -> bool:
+    """Whether an arm of the evaluation's own plan, or its cost, is missing of a report. What is missing of a curve may
+    be a plan of more tokens than a context has: that is none."""
+    return any("@" not in arm for arms in report.get("missing", {}).values() for arm in arms)
 
 
 def _batch(models: Models, items: Sequence[Item], rows: list[int], shift: int) -> Batch:
