@@ -26,6 +26,7 @@ from hf_mot.evaluation import arms as arms_module
 from hf_mot.evaluation import evaluate
 from hf_mot.evaluation.curve import check_plans, curve_points, default_plans, replay_curve
 from hf_mot.evaluation.curve_report import CURVE_PLOT, curve_table, curve_words
+from hf_mot.evaluation.gate import MIN_DOCUMENTS
 from hf_mot.evaluation.report import render_markdown
 from hf_mot.evaluation.report_page import render_page, write_report
 from hf_mot.hub.record import record_evaluation
@@ -166,7 +167,8 @@ def test_arm_that_crashes_leaves_its_point_without_it(pair, documents, monkeypat
     assert report["missing"]["context_nll"]["translated@full"] == "RuntimeError: gone"
     none, full = report["curve"]
     assert "recovery" in none and not {"recovery", "nll"} & set(full)
-    assert replay_curve(report)["points"][0]["replay"] == "none" and len(replay_curve(report)["points"]) == 1
+    kept = replay_curve({**report, "n": MIN_DOCUMENTS})["points"]
+    assert [point["replay"] for point in kept] == ["none"]
 
 
 def test_cost_is_measured_by_plan_in_the_same_rounds(pair, documents):
@@ -285,6 +287,13 @@ def test_config_keeps_the_points_that_have_a_recovery_in_four_digits():
     assert replay_curve(make_report()) is None
 
 
+def test_curve_of_too_few_documents_is_not_kept():
+    curve = make_points()
+    assert replay_curve(make_report(curve=curve, n=MIN_DOCUMENTS)) is not None
+    assert replay_curve(make_report(curve=curve, n=MIN_DOCUMENTS - 1)) is None
+    assert replay_curve(make_report(curve=curve, n=40, n_documents=MIN_DOCUMENTS - 1)) is None  # windows are not more
+
+
 def test_points_are_of_their_own_arms_and_the_shared_ones():
     losses = {"native": [1.0, 1.0], "no_context": [3.0, 3.0], "translated": [2.0, 2.0], "translated@full": [1.5, 1.5]}
     rows = [{"document": row, **{arm: column[row] for arm, column in losses.items()}} for row in (0, 1)]
@@ -327,7 +336,19 @@ def arguments(folder, *more):
     return ["--text", folder / "text.txt", *models, *more]
 
 
-def test_command_puts_the_curve_into_card_and_config_and_auto_takes_it(folder, own, tmp_path, capsys):
+def test_command_says_that_a_curve_of_few_documents_is_not_for_auto(folder, own, capsys):
+    record_evaluation(own, make_report(curve=make_points()))
+    before = json.loads((own / "config.json").read_text())
+    assert before["replay_curve"]["n"] == 128
+    assert run_command(own, *arguments(folder, "--curve", "none,bottom:2", "--card")) == 0
+    said = "The curve is of 3 documents, too few for --replay auto to choose by (it needs 10): it is not kept."
+    assert said in capsys.readouterr().out
+    assert json.loads((own / "config.json").read_text()) == before
+    assert "| `bottom:2` | " in (own / "README.md").read_text(encoding="utf-8")
+
+
+def test_command_puts_the_curve_into_card_and_config_and_auto_takes_it(folder, own, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_mot.evaluation.curve.MIN_DOCUMENTS", 3)  # few, to save time
     before = json.loads((own / "config.json").read_text())
     given = arguments(folder, "--curve", "none,bottom:2", "--card", "--json", tmp_path / "out.json")
     assert run_command(own, *given) == 0
@@ -403,7 +424,7 @@ def run_module(module, *argv):
 
 def test_generate_and_inspect_show_the_plan_that_is_chosen(folder, own, tmp_path, capsys, monkeypatch):
     points = make_curve({"none": 0.5, "tokens:6": 0.9, "bottom:2": 0.7})
-    record = {"curve": points["points"], "context_length": CONTEXT, "n": 3, "seed": 0, "replay": "none"}
+    record = {"curve": points["points"], "context_length": CONTEXT, "n": 30, "seed": 0, "replay": "none"}
     record_evaluation(own, record)
     (tmp_path / "context.txt").write_text(make_documents(1, 20)[0], encoding="utf-8")
     models = ["--source", folder / "source", "--target", folder / "target"]

@@ -200,6 +200,7 @@ def _keep(args: argparse.Namespace, report: dict[str, Any]) -> None:
 def _put_into_card(args: argparse.Namespace, report: dict[str, Any]) -> None:
     from hf_mot.cli.fit import describe_file
     from hf_mot.evaluation.curve import replay_curve
+    from hf_mot.evaluation.gate import MIN_DOCUMENTS, documents_of
     from hf_mot.hub.record import record_evaluation
 
     corpus = {"corpus": [describe_file(path) for path in args.text]} if args.text else {}
@@ -207,7 +208,14 @@ def _put_into_card(args: argparse.Namespace, report: dict[str, Any]) -> None:
         print("\nCard: left as it is. Of this evaluation an arm is missing, and the one in the card is complete.")
         return
     print(f"\nCard: {os.path.join(args.translator, 'README.md')}")
-    if "curve" in report and replay_curve(report) is None:
+    if "curve" not in report or replay_curve(report) is not None:
+        return
+    if any("recovery" in point for point in report["curve"]):
+        print(
+            f"The curve is of {documents_of(report)} documents, too few for --replay auto to choose by (it needs "
+            f"{MIN_DOCUMENTS}): it is not kept."
+        )
+    else:
         print("No plan has a recovery: there is nothing for --replay auto to choose from.")
 
 

@@ -11,6 +11,7 @@ import torch
 
 from hf_mot.evaluation.arms import ARMS
 from hf_mot.evaluation.context_nll import compare_arms
+from hf_mot.evaluation.gate import MIN_DOCUMENTS, documents_of
 from hf_mot.evaluation.metrics import METRICS
 from hf_mot.modeling_mot import MoTModel
 from hf_mot.replay_mot import ReplayPlan
@@ -148,11 +149,13 @@ def curve_points(
 def replay_curve(report: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     What a config keeps of a report, its `replay_curve`: the points that have a recovery, in four digits; `None` if
-    there is none.
+    there is none, or if they are of too few documents to choose by, less than the gate asks for.
 
     Args:
         report (`dict`): What `evaluate` returned.
     """
+    if documents_of(report) < MIN_DOCUMENTS:
+        return None
     points = [
         {
             "replay": point["replay"],

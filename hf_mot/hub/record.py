@@ -22,7 +22,7 @@ def record_evaluation(folder: str | os.PathLike, report: dict[str, Any]) -> bool
     """
     Puts a report in the place of the one that the translator's fit report holds, and renders its card anew; what
     people have written in the card stays. A curve takes the place of the config's, of which nothing else is changed;
-    a report without one leaves it as it is. Each file is written whole or not at
+    a report without one, or with one of too few documents, leaves it as it is. Each file is written whole or not at
     all, the config first. A report of which an arm is missing never takes the place of a complete one.
 
     Args:
