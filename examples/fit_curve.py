@@ -21,7 +21,7 @@ import torch
 
 from hf_mot.capture_mot import prefill
 from hf_mot.data.documents import read_documents
-from hf_mot.evaluation.arms import continuation_nll
+from hf_mot.evaluation.answers import continuation_nll
 from hf_mot.evaluation.metrics import ratio_of_means
 from hf_mot.evaluation.windows import cut_windows
 from hf_mot.fit.closed_form import build_translator

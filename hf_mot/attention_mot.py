@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .compat_mot import decoder_layers, run_decoder
+from .layers_mot import before_calls, input_device
 
 # The functions are of all models: one thread at a time puts another one there, for its own calls alone.
 _LOCK = threading.RLock()
@@ -94,18 +95,14 @@ def intercepted_masks(
         return replace
 
     stack = decoder_layers(model)
-    hooks = [stack[idx].register_forward_pre_hook(hook_of(idx), with_kwargs=True) for idx in layers]
-    try:
+    with before_calls((stack[idx], hook_of(idx)) for idx in layers):
         yield reached
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @torch.no_grad()
 def missed_layers(model: PreTrainedModel) -> list[int]:
     """The layers of a model whose attention [`intercepted_attention`] does not see, found by running one token."""
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    token = torch.zeros(1, 1, dtype=torch.long, device=input_device(model))
     with intercepted_attention(model, lambda layer_idx, attend, *args, **options: attend(*args, **options)) as reached:
         run_decoder(model, token, DynamicCache())
     return sorted(set(range(len(decoder_layers(model)))) - reached)

@@ -12,7 +12,7 @@ from transformers.utils import logging
 from .compat_mot import run_decoder
 from .geometry_mot import ModelGeometry
 from .guidance_mot import Guidance, Guide, recorded_guidance
-from .layers_mot import layer_inputs
+from .layers_mot import input_device, layer_inputs
 from .rows_mot import check_rows, positions_from_mask
 
 logger = logging.get_logger(__name__)
@@ -67,7 +67,7 @@ def prefill(
     decoder layer, not above the last one that is kept, whose input is kept too, as the cache's `hidden_states`.
     """
     cache = PrefilledCache(layers, guide)
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     padded = attention_mask is not None and not bool(attention_mask.all())
     mask = attention_mask.to(device) if padded else None
     wanted = () if hidden_layer is None else (hidden_layer,)

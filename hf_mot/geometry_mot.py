@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .compat_mot import decoder_of, hides_by_itself, layer_windows, run_decoder, shares_last_layers, unsupported_cache
-from .layers_mot import probe_hidden_dim
+from .layers_mot import input_device, probe_hidden_dim
 from .positions_mot import RotaryEncoding, find_rotary_encodings
 from .rows_mot import positions_from_mask
 
@@ -189,7 +189,7 @@ def probe(model: PreTrainedModel) -> ModelGeometry:
     config = model.config.get_text_config()
     name = type(model).__name__
     _refuse_by_config(model, name)
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     positions = torch.tensor(PROBE_POSITIONS, device=device)[:, None]  # [3, 1]
     cache = DynamicCache()
     run_decoder(model, torch.full_like(positions, config.vocab_size // 2), cache, position_ids=positions)
@@ -263,7 +263,7 @@ def _refuse_broken_continuation(model: PreTrainedModel, name: str) -> None:
     """A model that does not continue from its own cache as if it had read the whole would not from a translated one,
     in silence. Rows of nine tokens, read at once, and as 6 + 2 + 1."""
     vocab_size = model.config.get_text_config().vocab_size
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     ids = (torch.arange(36, device=device) * 7919 % vocab_size).view(4, 9)
     whole = run_decoder(model, ids, DynamicCache())[:, -1].float()
     nothing = run_decoder(model, ids[:, -1:], DynamicCache())[:, -1].float()
@@ -281,7 +281,7 @@ def _refuse_broken_continuation(model: PreTrainedModel, name: str) -> None:
 
 def _counts_pads(model: PreTrainedModel) -> bool:
     """Whether a pad between what is cached and what follows changes the result: MPT's biases count it as a token."""
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     ids = (torch.arange(36, device=device) * 7919 % model.config.get_text_config().vocab_size).view(4, 9)
     ends = []
     for pads in (0, 1):

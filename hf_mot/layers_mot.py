@@ -1,14 +1,32 @@
-"""What goes into the decoder layers of a model while it runs. Shapes: hidden states are `[batch, seq, hidden]`."""
+"""What goes into a model and its decoder layers while it runs. Shapes: hidden states are `[batch, seq, hidden]`."""
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from .compat_mot import decoder_layers, run_decoder
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its ids."""
+    return model.get_input_embeddings().weight.device
+
+
+@contextmanager
+def before_calls(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """While open, each module's hook `(module, args, kwargs)` is called before it, and what that returns, if anything,
+    is taken for `args` and `kwargs`. The modules are left as they were."""
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -25,12 +43,8 @@ def layer_inputs(model: PreTrainedModel, layers: Collection[int]) -> Iterator[di
 
         return hook
 
-    hooks = [stack[idx].register_forward_pre_hook(keeping(idx), with_kwargs=True) for idx in found]
-    try:
+    with before_calls((stack[idx], keeping(idx)) for idx in found):
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @torch.no_grad()
@@ -41,7 +55,7 @@ def probe_hidden_dim(model: PreTrainedModel) -> int | None:
         depth = len(decoder_layers(model))
     except ValueError:
         return None
-    ids = torch.zeros(2, 3, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    ids = torch.zeros(2, 3, dtype=torch.long, device=input_device(model))
     with layer_inputs(model, range(depth)) as found:
         run_decoder(model, ids, DynamicCache())
     shapes = {tuple(part.shape) if isinstance(part, torch.Tensor) else None for own in found.values() for part in own}

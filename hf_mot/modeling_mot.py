@@ -272,7 +272,7 @@ class MoTModel(MoTPreTrainedModel):
             raise ValueError(
                 f"`replay` {plan} runs the tokens that are likeliest translated wrong, but this translator does not "
                 "tell which (`predicts_error`). Fit it again with hf-mot fit and a rank, or pass "
-                f"replay='{replace(plan, uncertain=0, tokens=plan.run_tokens)}', so many last tokens."
+                f"replay='{plan.unpredicted}', so many last tokens."
             )
         self._check_reads(plan)
         return plan.layers(self.target_layers, len(self.target_geometry.layers))

@@ -129,6 +129,11 @@ class ReplayPlan:
         return self.tokens + self.uncertain
 
     @property
+    def unpredicted(self) -> "ReplayPlan":
+        """The plan where nobody knows which tokens are uncertain: as many last ones."""
+        return replace(self, tokens=self.run_tokens, uncertain=0)
+
+    @property
     def unguided(self) -> "ReplayPlan":
         """The same plan where nothing is known of where the source looked: the target looks everywhere."""
         return replace(self, sparse=0, full_layers=FULL_LAYERS)

@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from .attention_mot import attention_scores, attention_weights, intercepted_attention, intercepted_masks, scaled
 from .compat_mot import decoder_layers, run_decoder
+from .layers_mot import input_device
 
 logger = logging.get_logger(__name__)
 
@@ -77,7 +78,7 @@ def sparse_way(model: PreTrainedModel) -> str:
 @torch.no_grad()
 def _obeys(model: PreTrainedModel, way: _Way) -> bool:
     """Whether a model that may look everywhere does as ever, and where it may not, does not know what stands there."""
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     rows, length, depth = 4, 6, len(decoder_layers(model))
     ids = (
         torch.arange(rows * length, device=device).view(rows, length)

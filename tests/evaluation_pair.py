@@ -2,13 +2,15 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from conftest import WORDS, make_documents, make_model, make_tokenizer
 
 from hf_mot import MoTConfig, MoTModel
-from hf_mot.evaluation.tasks import Example
+from hf_mot.evaluation import context_nll, question_answering
+from hf_mot.evaluation.tasks import TASKS, Example
 
 CONTEXT = 24
 
@@ -82,3 +84,37 @@ def write_examples(folder: Path, task: str, examples: list[Example]) -> None:
     ]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / task / "dev.jsonl").write_text(lines, encoding="utf-8")
+
+
+class Killed(BaseException):
+    """A run that is killed while it scores."""
+
+
+def answer_shortly(monkeypatch) -> None:
+    """Answers of SQuAD have 4 tokens at most, to save time."""
+    monkeypatch.setitem(TASKS, "squad", replace(TASKS["squad"], max_new_tokens=4))
+
+
+def watch_scores(monkeypatch) -> dict:
+    """In `done` (arm, number of the item) of every score of a question, and `("nll", None)` of every one of a window;
+    `kill_after` is how many of them there may be before the run is killed."""
+    calls = {"done": [], "kill_after": None}
+    original, nll = question_answering.Scorer.__call__, context_nll.continuation_nll
+
+    def check():
+        if calls["kill_after"] is not None and len(calls["done"]) >= calls["kill_after"]:
+            raise Killed
+
+    def score(self, arm, batch, rows):
+        check()
+        calls["done"] += [(arm, row) for row in rows]
+        return original(self, arm, batch, rows)
+
+    def losses(target, cache, ids):
+        check()
+        calls["done"] += [("nll", None)] * len(ids)
+        return nll(target, cache, ids)
+
+    monkeypatch.setattr(question_answering.Scorer, "__call__", score)
+    monkeypatch.setattr(context_nll, "continuation_nll", losses)
+    return calls

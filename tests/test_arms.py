@@ -7,11 +7,12 @@ import torch
 from conftest import make_documents
 from evaluation_pair import CONTEXT, make_pair
 
-from hf_mot import inputs_mot
+from hf_mot import MoTConfig, inputs_mot
 from hf_mot.baselines import RawCopy
 from hf_mot.evaluation import arms as arms_module
-from hf_mot.evaluation import evaluate, runner
-from hf_mot.evaluation.arms import ARMS, Batch, Models
+from hf_mot.evaluation import evaluate, run
+from hf_mot.evaluation.arms import ARMS
+from hf_mot.evaluation.batch import Batch, Models
 from hf_mot.evaluation.measure import partner_shift
 from hf_mot.evaluation.similarity import cache_similarity
 from hf_mot.evaluation.windows import cut_windows
@@ -105,7 +106,7 @@ def test_similarity_is_one_for_native_states_alone(pair):
 
 
 def test_long_contexts_give_several_windows_of_a_document_and_clusters(pair, monkeypatch):
-    monkeypatch.setattr(runner, "LONG_CONTEXT", CONTEXT)
+    monkeypatch.setattr(run, "LONG_CONTEXT", CONTEXT)
     documents = make_documents(4, words=90)
     windows = windows_of(pair, documents, per_document=4)
     counts = [sum(window.document == index for window in windows) for index in range(4)]
@@ -196,6 +197,20 @@ def test_arms_take_native_parts(pair):
     assert ARMS["translated"].flops(models, length) == plan.flops(config, length)
     copied = models.baselines["raw_copy"].flops(length) + plan.target_flops(config, length)
     assert ARMS["raw_copy"].flops(models, length) == copied
+
+
+def test_rivals_run_as_many_last_tokens_where_the_translator_tells_which_are_uncertain(pair):
+    models = models_of(pair)
+    fields = models.translator.config.to_dict()
+    predicting = MoTModel(MoTConfig(**fields | {"predicts_error": True})).eval()
+    caches = {}
+    for translator, replay in ((predicting, "uncertain:3"), (models.translator, "tokens:3")):
+        own = {"translator": translator, "replay": replay, "baselines": {"raw_copy": RawCopy(translator)}}
+        first, second = windows_of(pair, make_documents(2))
+        batch = Batch(replace(models, **own), [first], [second])
+        caches[replay] = ARMS["raw_copy"].cache(batch)
+        assert ARMS["translated"].cache(batch).layers[0].keys.shape == caches[replay].layers[0].keys.shape
+    torch.testing.assert_close(states(caches["uncertain:3"]), states(caches["tokens:3"]))
 
 
 def test_the_source_reads_a_batch_once_for_all_arms(pair, monkeypatch):

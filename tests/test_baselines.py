@@ -8,7 +8,7 @@ from evaluation_pair import CONTEXT, make_pair
 from hf_mot.baselines import RawCopy, Ridge, fit_ridge
 from hf_mot.baselines.states import make_shell
 from hf_mot.evaluation import evaluate
-from hf_mot.evaluation.arms import Batch, Models
+from hf_mot.evaluation.batch import Batch, Models
 from hf_mot.evaluation.windows import cut_windows
 from hf_mot.fit.pair import Pair, split
 from hf_mot.fit.windows import calibration_windows, characters_per_token

@@ -8,18 +8,27 @@ from dataclasses import replace
 
 import pytest
 from conftest import make_documents, save_pair
-from evaluation_pair import CONTEXT, make_examples, make_pair, write_examples
+from evaluation_pair import (
+    CONTEXT,
+    Killed,
+    answer_shortly,
+    make_examples,
+    make_pair,
+    watch_scores,
+    write_examples,
+)
 from test_auto_plan import make_curve
 from test_report import make_report, run_command
 
 from hf_mot import MoTConfig, MoTModel, ReplayPlan, guidance_mot
 from hf_mot.cli import generate, inspect
 from hf_mot.evaluation import arms as arms_module
-from hf_mot.evaluation import context_nll, evaluate, question_answering
+from hf_mot.evaluation import evaluate
 from hf_mot.evaluation.curve import check_plans, curve_points, default_plans, replay_curve
 from hf_mot.evaluation.curve_report import CURVE_PLOT, curve_table, curve_words
-from hf_mot.evaluation.report import render_markdown, render_page, write_report
-from hf_mot.evaluation.tasks import TASKS
+from hf_mot.evaluation.gate import MIN_DOCUMENTS
+from hf_mot.evaluation.report import render_markdown
+from hf_mot.evaluation.report_page import render_page, write_report
 from hf_mot.hub.record import record_evaluation
 from hf_mot.hub.resolve import load_translator
 
@@ -42,35 +51,12 @@ def documents(pair):
 
 @pytest.fixture(autouse=True)
 def short_answers(monkeypatch):
-    monkeypatch.setitem(TASKS, "squad", replace(TASKS["squad"], max_new_tokens=4))
-
-
-class Killed(BaseException):
-    pass
+    answer_shortly(monkeypatch)
 
 
 @pytest.fixture
 def scored(monkeypatch):
-    """How many contexts each arm was scored on, and after how many scores the run is killed."""
-    calls = {"done": [], "kill_after": None}
-    original, nll = question_answering.Scorer.__call__, context_nll.continuation_nll
-
-    def count(name, number):
-        if calls["kill_after"] is not None and len(calls["done"]) >= calls["kill_after"]:
-            raise Killed
-        calls["done"] += [name] * number
-
-    def score(self, arm, batch, rows):
-        count(arm, len(rows))
-        return original(self, arm, batch, rows)
-
-    def losses(target, cache, ids):
-        count("nll", len(ids))
-        return nll(target, cache, ids)
-
-    monkeypatch.setattr(question_answering.Scorer, "__call__", score)
-    monkeypatch.setattr(context_nll, "continuation_nll", losses)
-    return calls
+    return watch_scores(monkeypatch)
 
 
 def test_curve_equals_separate_evaluations_plan_by_plan(pair, documents):
@@ -122,11 +108,11 @@ def test_what_no_plan_plays_a_part_in_is_computed_once(pair, documents, scored, 
     monkeypatch.setitem(arms_module.ARMS, "native", replace(own, cache=read_natively))
     evaluate(documents=documents, tasks={"squad": make_examples(4)}, curve=PLANS, **pair)
     assert sum(read) == sum(native) == len(documents) + 4
-    asked = [name for name in scored["done"] if name != "nll"]
+    asked = [arm for arm, row in scored["done"] if row is not None]
     assert asked.count("native") == asked.count("no_context") == asked.count("translated") == 4
     assert {asked.count(f"{arm}@{plan}") for arm in ARMS[2:] for plan in PLANS[1:]} == {4}
     # native, no context, another document natively; and three arms by each plan
-    assert scored["done"].count("nll") == len(documents) * (3 + 3 * len(PLANS))
+    assert scored["done"].count(("nll", None)) == len(documents) * (3 + 3 * len(PLANS))
 
 
 def test_killed_curve_goes_on_where_it_stopped(pair, documents, scored, tmp_path):
@@ -142,12 +128,12 @@ def test_killed_curve_goes_on_where_it_stopped(pair, documents, scored, tmp_path
             with pytest.raises(Killed):
                 evaluate(results=file, **settings)
     assert resumed == whole
-    asked = [name for name in scored["done"] if name != "nll"]
+    asked = [arm for arm, row in scored["done"] if row is not None]
     assert {asked.count(arm) for arm in asked} == {3}
     scored["done"].clear()
     assert evaluate(results=file, **settings) == whole and not scored["done"]
     longer = evaluate(results=file, **{**settings, "curve": PLANS})  # plans that are added later
-    assert {name.partition("@")[2] for name in scored["done"]} == {"", *PLANS[2:]}
+    assert {arm.partition("@")[2] for arm, _ in scored["done"]} == {"", *PLANS[2:]}
     assert [point for point in longer["curve"] if point["replay"] in PLANS[:2]] == whole["curve"]
 
 
@@ -165,7 +151,7 @@ def test_plan_of_more_tokens_than_a_question_has_is_missing_there_alone(pair, do
     by_plan = {point["replay"]: point for point in report["curve"]}
     assert "recovery" in by_plan[f"tokens:{own}"] and "tasks" not in by_plan[f"tokens:{own}"]
     assert by_plan["none"]["tasks"]["squad"]["n"] == 5
-    assert f"translated@tokens:{own}" not in scored["done"]
+    assert f"translated@tokens:{own}" not in {arm for arm, _ in scored["done"]}
 
 
 def test_arm_that_crashes_leaves_its_point_without_it(pair, documents, monkeypatch):
@@ -181,7 +167,8 @@ def test_arm_that_crashes_leaves_its_point_without_it(pair, documents, monkeypat
     assert report["missing"]["context_nll"]["translated@full"] == "RuntimeError: gone"
     none, full = report["curve"]
     assert "recovery" in none and not {"recovery", "nll"} & set(full)
-    assert replay_curve(report)["points"][0]["replay"] == "none" and len(replay_curve(report)["points"]) == 1
+    kept = replay_curve({**report, "n": MIN_DOCUMENTS})["points"]
+    assert [point["replay"] for point in kept] == ["none"]
 
 
 def test_cost_is_measured_by_plan_in_the_same_rounds(pair, documents):
@@ -300,6 +287,13 @@ def test_config_keeps_the_points_that_have_a_recovery_in_four_digits():
     assert replay_curve(make_report()) is None
 
 
+def test_curve_of_too_few_documents_is_not_kept():
+    curve = make_points()
+    assert replay_curve(make_report(curve=curve, n=MIN_DOCUMENTS)) is not None
+    assert replay_curve(make_report(curve=curve, n=MIN_DOCUMENTS - 1)) is None
+    assert replay_curve(make_report(curve=curve, n=40, n_documents=MIN_DOCUMENTS - 1)) is None  # windows are not more
+
+
 def test_points_are_of_their_own_arms_and_the_shared_ones():
     losses = {"native": [1.0, 1.0], "no_context": [3.0, 3.0], "translated": [2.0, 2.0], "translated@full": [1.5, 1.5]}
     rows = [{"document": row, **{arm: column[row] for arm, column in losses.items()}} for row in (0, 1)]
@@ -342,7 +336,19 @@ def arguments(folder, *more):
     return ["--text", folder / "text.txt", *models, *more]
 
 
-def test_command_puts_the_curve_into_card_and_config_and_auto_takes_it(folder, own, tmp_path, capsys):
+def test_command_says_that_a_curve_of_few_documents_is_not_for_auto(folder, own, capsys):
+    record_evaluation(own, make_report(curve=make_points()))
+    before = json.loads((own / "config.json").read_text())
+    assert before["replay_curve"]["n"] == 128
+    assert run_command(own, *arguments(folder, "--curve", "none,bottom:2", "--card")) == 0
+    said = "The curve is of 3 documents, too few for --replay auto to choose by (it needs 10): it is not kept."
+    assert said in capsys.readouterr().out
+    assert json.loads((own / "config.json").read_text()) == before
+    assert "| `bottom:2` | " in (own / "README.md").read_text(encoding="utf-8")
+
+
+def test_command_puts_the_curve_into_card_and_config_and_auto_takes_it(folder, own, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_mot.evaluation.curve.MIN_DOCUMENTS", 3)  # few, to save time
     before = json.loads((own / "config.json").read_text())
     given = arguments(folder, "--curve", "none,bottom:2", "--card", "--json", tmp_path / "out.json")
     assert run_command(own, *given) == 0
@@ -418,7 +424,7 @@ def run_module(module, *argv):
 
 def test_generate_and_inspect_show_the_plan_that_is_chosen(folder, own, tmp_path, capsys, monkeypatch):
     points = make_curve({"none": 0.5, "tokens:6": 0.9, "bottom:2": 0.7})
-    record = {"curve": points["points"], "context_length": CONTEXT, "n": 3, "seed": 0, "replay": "none"}
+    record = {"curve": points["points"], "context_length": CONTEXT, "n": 30, "seed": 0, "replay": "none"}
     record_evaluation(own, record)
     (tmp_path / "context.txt").write_text(make_documents(1, 20)[0], encoding="utf-8")
     models = ["--source", folder / "source", "--target", folder / "target"]

@@ -7,9 +7,10 @@ import torch
 from conftest import changed, make_documents, make_model, make_pair, make_tokenizer, make_translator, save_pair
 
 from hf_mot import MoTModel
-from hf_mot.evaluation import Example, evaluate, runner, save_report
-from hf_mot.evaluation.arms import continuation_nll
+from hf_mot.evaluation import DEFAULT_ARMS, Example, evaluate, save_report
+from hf_mot.evaluation.answers import continuation_nll
 from hf_mot.evaluation.context_nll import compare_arms
+from hf_mot.evaluation.run import Run
 from hf_mot.evaluation.windows import check_context_length, cut_windows
 
 CONTEXT = 24
@@ -170,7 +171,7 @@ def test_batch_size_changes_nothing(pair):
     one = evaluate(documents=documents, batch_size=1, **pair)
     four = evaluate(documents=documents, batch_size=4, **pair)
     arms = one["arms"]
-    assert set(arms) == {*runner.DEFAULT_ARMS, "native_wrong_document"}
+    assert set(arms) == {*DEFAULT_ARMS, "native_wrong_document"}
     torch.testing.assert_close(torch.stack(columns(one, *arms)), torch.stack(columns(four, *arms)), atol=1e-4, rtol=0)
 
 
@@ -348,7 +349,7 @@ def test_context_longer_than_the_source_is_skipped_and_counted(pair):
 
 
 def test_all_questions_are_checked_before_anything_is_measured(pair, monkeypatch):
-    monkeypatch.setattr(runner, "measure_documents", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(Run, "measure_documents", lambda *args: pytest.fail("measured"))
     long = Example("a", "river stone " * 60, "river?", ("stone",))
     with pytest.raises(ValueError, match="No question of squad fits"):
         evaluate(documents=DOCUMENTS, tasks={"squad": [long]}, **pair)

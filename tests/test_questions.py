@@ -9,7 +9,7 @@ from conftest import make_model, make_tokenizer
 from evaluation_pair import make_examples, make_pair
 
 from hf_mot import MoTModel
-from hf_mot.cli.evaluate import _task_lines
+from hf_mot.cli.evaluate_lines import task_lines
 from hf_mot.evaluation import evaluate
 from hf_mot.evaluation.prompts import Prompter
 from hf_mot.evaluation.question_answering import named_choice
@@ -215,7 +215,7 @@ def test_answers_that_are_cut_are_counted(pair, examples):
     assert len(tokenizer(f" {long}", add_special_tokens=False)["input_ids"]) > 6
     figures, _ = run(pair, "squad", asked, arms=["native"])
     assert figures["answers_longer_than_cut"] == 2  # by the first answer, which the NLL is of
-    assert "squad: 4 questions, 2 answers longer than cut, plain prompt" in _task_lines("squad", figures)[0]
+    assert "squad: 4 questions, 2 answers longer than cut, plain prompt" in task_lines("squad", figures)[0]
     figures, _ = run(pair, "squad", asked[:1] + asked[3:], arms=["native"])
     assert "answers_longer_than_cut" not in figures
 
@@ -301,7 +301,7 @@ def test_questions_about_one_document_have_no_interval(pair, examples):
     assert (figures["n"], figures["n_documents"]) == (7, 1)
     assert not {"intervals", "better_by", "native_minus_no_context", "counts"} & figures.keys()
     assert "better_by" not in figures["answer_nll"] and "at least 2" in figures["answer_nll"]["notes"][0]
-    lines = "\n".join(_task_lines("squad", figures))
+    lines = "\n".join(task_lines("squad", figures))
     assert "7 questions about 1 contexts" in lines and "translated" in lines and "[" not in lines.splitlines()[2]
     assert [row[0] for row in table(report)[1]] == arms
     assert any("at least 2" in sentence for sentence in plain_words(report))

@@ -12,11 +12,12 @@ from evaluation_pair import make_examples, make_pair, write_examples
 from hf_mot import MoTConfig, MoTModel
 from hf_mot.cli.evaluate import add_arguments, run
 from hf_mot.cli.rivals import check_corpus
-from hf_mot.evaluation import arms
-from hf_mot.evaluation import report as report_module
-from hf_mot.evaluation.report import plain_words, render_markdown, render_page, table, write_report
+from hf_mot.evaluation import arms, report_plot
+from hf_mot.evaluation.report import facts, plain_words, render_markdown, table
+from hf_mot.evaluation.report_page import render_page, write_report
 from hf_mot.evaluation.tasks import TASKS
 from hf_mot.hub.handwriting import BEGIN, END
+from hf_mot.hub.record import record_evaluation
 
 
 def interval(value):
@@ -134,7 +135,7 @@ def test_report_writes_four_files(tmp_path):
 
 
 def test_report_without_matplotlib_says_so_first(monkeypatch, tmp_path):
-    monkeypatch.setattr(report_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(report_plot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install hf-mot\[report\]"):
         run_command("absent", "--text", "absent.txt", "--report", str(tmp_path / "out"))
 
@@ -316,7 +317,7 @@ def test_twin_of_a_trained_translator_is_not_fitted(folder, tmp_path):
 
 
 def test_facts_are_to_be_read_and_name_seed_0():
-    found = dict(report_module.facts(make_report()))
+    found = dict(facts(make_report()))
     assert found["seed"] == "0" and "skipped" not in found
     assert found["translator"] == (
         "reduced_rank, rank 8 (4 to 8 a piece), source layers 1, 3, keys of native length in 2 layers, "
@@ -359,3 +360,28 @@ def test_command_with_an_arm_that_crashed_ends_as_failed(folder, tmp_path, monke
     assert run_command(folder / "mot", "--text", folder / "text.txt", *models(folder), "--json", out) == 1
     assert "native" in json.loads(out.read_text())["arms"]
     assert "missing: translated of context_nll, which crashed: RuntimeError: out of memory" in capsys.readouterr().out
+
+
+def test_card_keeps_a_complete_evaluation_when_an_arm_crashes(folder, tmp_path, monkeypatch, capsys):
+    def crash(batch):
+        raise RuntimeError("out of memory")
+
+    mot = shutil.copytree(folder / "mot", tmp_path / "mot")
+    record_evaluation(mot, make_report(missing={}))
+    before = {path.name: path.read_bytes() for path in mot.iterdir() if path.is_file()}
+    monkeypatch.setitem(arms.ARMS, "wrong_document", replace(arms.ARMS["wrong_document"], cache=crash))
+    assert run_command(mot, "--text", folder / "text.txt", *models(folder), "--card") == 1
+    assert {path.name: path.read_bytes() for path in mot.iterdir() if path.is_file()} == before
+    printed = capsys.readouterr().out
+    assert "Card: left as it is. Of this evaluation an arm is missing, and the one in the card is complete." in printed
+    assert "README.md" not in printed
+
+
+def test_evaluation_with_a_crash_is_recorded_where_there_is_no_complete_one(folder, tmp_path):
+    mot = shutil.copytree(folder / "mot", tmp_path / "mot")
+    crashed = make_report()
+    assert record_evaluation(mot, crashed) and record_evaluation(mot, {**crashed, "seed": 1})
+    # What is missing of a curve may be a plan of more tokens than a context has: that is no crash.
+    assert record_evaluation(mot, {**crashed, "missing": {"squad": {"translated@tokens:9": "short"}}, "seed": 2})
+    assert not record_evaluation(mot, crashed)
+    assert json.loads((mot / "fit_report.json").read_text())["evaluation"]["seed"] == 2

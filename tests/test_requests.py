@@ -6,7 +6,7 @@ from conftest import make_documents, make_tokenizer
 from evaluation_pair import make_pair
 
 from hf_mot.evaluation.answers import prompt_logits
-from hf_mot.evaluation.arms import Models
+from hf_mot.evaluation.batch import Models
 from hf_mot.evaluation.requests import Request, compile_splits, read_requests, split_ids
 
 TOKENIZER = make_tokenizer(merges=40)

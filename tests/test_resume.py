@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import make_documents
-from evaluation_pair import make_examples, make_pair
+from evaluation_pair import Killed, answer_shortly, make_examples, make_pair, watch_scores
 
 from hf_mot import MoTConfig, MoTModel
-from hf_mot.evaluation import context_nll, describe, evaluate, question_answering, runner
+from hf_mot.evaluation import context_nll, describe, evaluate, run
 from hf_mot.evaluation.store import ResultStore
 from hf_mot.evaluation.tasks import TASKS
 
@@ -23,35 +23,12 @@ def pair():
 
 @pytest.fixture(autouse=True)
 def short_answers(monkeypatch):
-    monkeypatch.setitem(TASKS, "squad", replace(TASKS["squad"], max_new_tokens=4))
-
-
-class Killed(BaseException):
-    pass
+    answer_shortly(monkeypatch)
 
 
 @pytest.fixture
 def scored(monkeypatch):
-    """(arm, number of the item) of every score, and after how many of them the run is killed."""
-    calls = {"done": [], "kill_after": None}
-    original, nll = question_answering.Scorer.__call__, context_nll.continuation_nll
-
-    def score(self, arm, batch, rows):
-        if calls["kill_after"] is not None and len(calls["done"]) >= calls["kill_after"]:
-            raise Killed
-        calls["done"] += [(arm, row) for row in rows]
-        return original(self, arm, batch, rows)
-
-    def losses(*args):
-        if calls["kill_after"] is not None and len(calls["done"]) >= calls["kill_after"]:
-            raise Killed
-        result = nll(*args)
-        calls["done"] += [("nll", None)] * len(result)
-        return result
-
-    monkeypatch.setattr(question_answering.Scorer, "__call__", score)
-    monkeypatch.setattr(context_nll, "continuation_nll", losses)
-    return calls
+    return watch_scores(monkeypatch)
 
 
 def test_killed_run_goes_on_where_it_stopped(pair, scored, tmp_path):
@@ -163,7 +140,7 @@ def test_only_results_of_the_same_pair_and_questions_are_reused(pair, tmp_path, 
     assert describe.pair_fingerprint(pair["translator"]) == describe.pair_fingerprint(pair["no_source"])
     with monkeypatch.context() as patch:
         other = describe.pair_fingerprint(identity)
-        patch.setattr(runner, "pair_fingerprint", lambda translator: other)
+        patch.setattr(run, "pair_fingerprint", lambda translator: other)
         with pytest.raises(ValueError, match=r"results\.jsonl holds results of squad with pair"):
             evaluate(tasks={"squad": make_examples(3)}, results=ResultStore(reuse=file), **pair)
     with pytest.raises(ValueError, match="results of squad with items"):

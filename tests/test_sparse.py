@@ -30,7 +30,8 @@ from hf_mot import MoTConfig, MoTModel, ReplayPlan, sparse_mot
 from hf_mot.attention_mot import missed_layers
 from hf_mot.capture_mot import prefill
 from hf_mot.compat_mot import cache_argument, decoder_layers
-from hf_mot.evaluation.arms import ARMS, Batch
+from hf_mot.evaluation.arms import ARMS
+from hf_mot.evaluation.batch import Batch
 from hf_mot.evaluation.cost import measure_cost
 from hf_mot.evaluation.memory import peak_growth
 from hf_mot.guidance_mot import Guide, carried_over, most_attended

@@ -13,9 +13,10 @@ from training_pair import make_args, make_trainer
 from hf_mot.data.capture import capture_states
 from hf_mot.data.states import StatesDataset
 from hf_mot.evaluation import evaluate
-from hf_mot.evaluation.arms import ARMS, Batch
+from hf_mot.evaluation.arms import ARMS
+from hf_mot.evaluation.batch import Batch
 from hf_mot.evaluation.curve import default_plans
-from hf_mot.evaluation.runner import check_settings
+from hf_mot.evaluation.settings import check_settings
 from hf_mot.training import TextDataset
 
 

@@ -10,7 +10,7 @@ import torch
 
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.capture_mot import positions_from_mask
-from hf_mot.evaluation.arms import Batch
+from hf_mot.evaluation.batch import Batch
 from hf_mot.fit.weights import STATES
 from hf_mot.modeling_mot import MoTModel
 

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from hf_mot.evaluation.report import require_matplotlib
+from hf_mot.evaluation.report_plot import require_matplotlib
 from hf_mot.fit.weights import STATES
 
 _COLORS = {"keys": "#c2410c", "values": "#1f5f8b"}

@@ -16,15 +16,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_mot.analysis.pieces import Piece, Unexplained, mix, paired_states, translated_pieces
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.data import iterate_documents
-from hf_mot.evaluation.answers import read_on, token_losses
-from hf_mot.evaluation.arms import ARMS, Batch, Models, continuation_nll
+from hf_mot.evaluation.answers import continuation_nll, read_on, token_losses
+from hf_mot.evaluation.arms import ARMS
+from hf_mot.evaluation.batch import Batch, Models
 from hf_mot.evaluation.context_nll import CONTEXT_NLL
 from hf_mot.evaluation.describe import describe_pair, describe_translator
 from hf_mot.evaluation.measure import Item, grouped
 from hf_mot.evaluation.metrics import mean_with_interval, ratio_of_means
 from hf_mot.evaluation.prompts import Prompter
 from hf_mot.evaluation.question_answering import Questions, prepare_questions
-from hf_mot.evaluation.runner import check_models, check_settings
+from hf_mot.evaluation.settings import check_models, check_parts, check_settings
 from hf_mot.evaluation.tasks import TASKS, Example
 from hf_mot.evaluation.windows import Windows, cut_windows
 from hf_mot.modeling_mot import MoTModel
@@ -103,8 +104,7 @@ def measure_sensitivity(
             model in training mode, nothing to measure on, or a loss that is not finite.
     """
     tasks = dict(tasks or {})
-    if documents is None and not tasks:
-        raise ValueError("`documents` and `tasks` are both missing: there is nothing to measure on. Give one of them.")
+    check_parts(documents, tasks)
     check_settings(
         translator,
         arms=REFERENCES,

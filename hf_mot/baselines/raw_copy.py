@@ -1,14 +1,16 @@
 """Raw copy: the source's cache as it is, the floor of what any fit must beat."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import functional as F
 
 from hf_mot.baselines.states import as_cache, key_and_value_widths, make_shell
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.channels_mot import depth_ratio
-from hf_mot.evaluation.arms import Batch
 from hf_mot.modeling_mot import MoTModel
+
+if TYPE_CHECKING:  # which makes arms of baselines, and so imports them
+    from hf_mot.evaluation.batch import Batch
 
 
 class RawCopy:
@@ -20,6 +22,8 @@ class RawCopy:
         translator (`MoTModel`): A translator of the pair.
     """
 
+    about = "the source's cache, copied channel by channel"
+    is_fitted = False
     report: dict[str, Any] = {}
 
     def __init__(self, translator: MoTModel):
@@ -28,7 +32,7 @@ class RawCopy:
         self.source_layers = sorted(set(self.mapping))
         self.shell = make_shell(translator.config.source, translator.config.target, self.source_layers)
 
-    def __call__(self, batch: Batch) -> TranslatedCache:
+    def __call__(self, batch: "Batch") -> TranslatedCache:
         inputs = batch.inputs(self.shell)
         source_layers = [self.shell.source_geometry.layers[layer_idx] for layer_idx in self.source_layers]
         parts = inputs.source_states.split(key_and_value_widths(source_layers), dim=-1)

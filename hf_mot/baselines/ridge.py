@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -17,11 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_mot.baselines.states import as_cache, key_and_value_widths, make_shell
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.contract_mot import identity
-from hf_mot.evaluation.arms import Batch
 from hf_mot.fit.pair import Pair, held_out_rows, pair_windows
 from hf_mot.fit.statistics import Moments, Statistics
 from hf_mot.fit.windows import batched
 from hf_mot.modeling_mot import MoTModel
+
+if TYPE_CHECKING:  # which makes arms of baselines, and so imports them
+    from hf_mot.evaluation.batch import Batch
 
 RIDGE = 0.01  # absolute, on sums over rows of raw features, as the rival has it
 LAYER_COUNTS = (4, 8, 12)
@@ -49,11 +51,14 @@ class Ridge:
         report (`dict`): How it was fitted.
     """
 
+    about = "a full-head ridge map of the source's cache"
+    is_fitted = True
+
     def __init__(self, shell: MoTModel, maps: Sequence[LayerMap], report: dict[str, Any]):
         self.shell, self.maps, self.report = shell, list(maps), report
         self.source_layers = shell.config.source_layers
 
-    def __call__(self, batch: Batch) -> TranslatedCache:
+    def __call__(self, batch: "Batch") -> TranslatedCache:
         inputs = batch.inputs(self.shell)
         layers = self.source_layers
         geometries = [self.shell.source_geometry.layers[layer_idx] for layer_idx in layers]
@@ -67,6 +72,11 @@ class Ridge:
 
     def flops(self, context_length: int) -> float:
         return 2 * sum(own.weight.numel() for own in self.maps) * context_length
+
+    @classmethod
+    def fit(cls, documents: Iterable[str], **options: Any) -> "Ridge":
+        """As [`fit_ridge`]."""
+        return fit_ridge(documents, **options)
 
     def save(self, path: str | Path) -> None:
         """Writes all maps to one safetensors file, whole or not at all."""

@@ -4,15 +4,17 @@ Shapes: states are `[batch, seq, channels]`, keys and values in a cache `[batch,
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.configuration_mot import MoTConfig
-from hf_mot.evaluation.arms import Batch
 from hf_mot.geometry_mot import LayerGeometry
 from hf_mot.modeling_mot import MoTModel, MoTOutput
+
+if TYPE_CHECKING:  # which makes arms of baselines, and so imports them
+    from hf_mot.evaluation.batch import Batch
 
 
 def make_shell(source: dict[str, Any], target: dict[str, Any], source_layers: Sequence[int]) -> MoTModel:
@@ -26,7 +28,7 @@ def key_and_value_widths(layers: Sequence[LayerGeometry]) -> list[int]:
     return [layer.kv_heads * dim for layer in layers for dim in (layer.key_dim, layer.value_dim)]
 
 
-def as_cache(batch: Batch, shell: MoTModel, inputs, states: Sequence[torch.Tensor]) -> TranslatedCache:
+def as_cache(batch: "Batch", shell: MoTModel, inputs, states: Sequence[torch.Tensor]) -> TranslatedCache:
     """The target's cache of position-free states: keys, then values, of each of its layers."""
     heads = [layer.kv_heads for layer in shell.target_geometry.layers for _ in range(2)]
     shaped = [part.unflatten(-1, (count, -1)).transpose(1, 2) for part, count in zip(states, heads, strict=True)]

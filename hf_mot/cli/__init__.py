@@ -5,13 +5,14 @@ rest of the package are imported inside `run`.
 """
 
 import argparse
-import difflib
 import json
 import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from hf_mot.names import did_you_mean
 
 PLANS = "none, full, full:6-11, sparse:128, bottom:6, tokens:32, uncertain:32 or bottom:6+tokens:32"
 AUTO = "or by the measured curve auto, auto:0.25 (of native FLOPs) or auto:recovery=0.9"
@@ -59,8 +60,7 @@ def check_output_file(path: str | None, argument: str) -> None:
 def check_choice(value: str, choices: Sequence[str], argument: str) -> None:
     """Refuses a name that is none of `choices`, with the one that was probably meant."""
     if value not in choices:
-        close = difflib.get_close_matches(value, choices, n=1)
-        hint = f"Did you mean {close[0]}? " if close else ""
+        hint = did_you_mean(value, choices)
         raise ValueError(f"`{argument}` is {value!r}. {hint}Choose from {', '.join(choices)}.")
 
 

@@ -52,8 +52,9 @@ def run(args: argparse.Namespace) -> int:
 
     from hf_mot.analysis import measure_sensitivity, plot_sensitivity
     from hf_mot.data.documents import read_documents
-    from hf_mot.evaluation.report import require_matplotlib
-    from hf_mot.evaluation.runner import check_settings, save_report
+    from hf_mot.evaluation.files import save_report
+    from hf_mot.evaluation.report_plot import require_matplotlib
+    from hf_mot.evaluation.settings import check_settings
     from hf_mot.hub.resolve import load_translator
 
     if args.plot is not None:

@@ -205,7 +205,7 @@ def live_answers(translator: Any, pair: dict[str, Any], wrong_document: str) -> 
 
 def live_cost(translator: Any, pair: dict[str, Any]) -> dict[str, float]:
     """Handoff and prefill of the passage, timed in turns on this machine."""
-    from hf_mot.evaluation.arms import Models
+    from hf_mot.evaluation.batch import Models
     from hf_mot.evaluation.cost import measure_cost
     from hf_mot.evaluation.windows import Window
 

@@ -13,15 +13,13 @@ from hf_mot.cli import (
     command_line,
     load_pair,
     load_tasks,
-    named_model,
     split_names,
 )
+from hf_mot.cli.evaluate_lines import format_prompts, format_report
 from hf_mot.cli.rivals import (
-    RIDGE_FILE,
-    can_refit,
+    all_arms,
     check_corpus,
-    fit_missing_ridge,
-    has_twin,
+    fit_baseline,
     load_baselines,
     load_twin,
     must_refit,
@@ -102,14 +100,17 @@ def run(args: argparse.Namespace) -> int:
     if args.card and not os.path.isdir(args.translator):
         raise ValueError(f"`--card` needs the translator's own folder, got {args.translator}. Download it first.")
 
+    from hf_mot.baselines import BASELINES
     from hf_mot.data.documents import read_documents
     from hf_mot.evaluation.arms import find_arm
-    from hf_mot.evaluation.curve import default_plans, replay_curve
+    from hf_mot.evaluation.curve import default_plans
     from hf_mot.evaluation.gate import Gate
+    from hf_mot.evaluation.measure import has_crashed
     from hf_mot.evaluation.prompts import STYLES
     from hf_mot.evaluation.question_answering import CLOSED_SETS
-    from hf_mot.evaluation.report import require_matplotlib, write_report
-    from hf_mot.evaluation.runner import DEFAULT_ARMS, check_settings, evaluate, save_report
+    from hf_mot.evaluation.report_plot import require_matplotlib
+    from hf_mot.evaluation.runner import evaluate
+    from hf_mot.evaluation.settings import DEFAULT_ARMS, check_settings
     from hf_mot.evaluation.store import ResultStore
     from hf_mot.hub.resolve import load_translator
 
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     translator = load_translator(args.translator)
     arms = DEFAULT_ARMS if args.arms is None else split_names(args.arms)
     if arms == ["all"]:
-        arms = _all_arms(args, translator)
+        arms = all_arms(args, translator)
     settings = {
         "arms": arms,
         "context_length": args.context,
@@ -143,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     needs_twin = any(find_arm(arm).needs == "no_source" for arm in arms)
     no_source = load_twin(args.translator) if needs_twin and not must_refit(args, translator) else None
     if args.show_prompts:
-        print(_format_prompts(args, translator, tasks))
+        print(format_prompts(args, translator, tasks))
         return 0
     baselines = load_baselines(args, arms, translator)
     results = _results_file(args)
@@ -156,8 +157,9 @@ def run(args: argparse.Namespace) -> int:
 
     if needs_twin and no_source is None:
         no_source = refit_twin(args.translator, translator, corpus(), pair)
-    if "ridge" in arms and "ridge" not in baselines:
-        baselines["ridge"] = fit_missing_ridge(args, corpus(), pair)
+    for name in BASELINES:
+        if name in arms and name not in baselines:
+            baselines[name] = fit_baseline(args, name, corpus(), pair)
     report = evaluate(
         translator,
         documents,
@@ -176,6 +178,15 @@ def run(args: argparse.Namespace) -> int:
     )
     report["command"] = command_line(args.argv)
     print(format_report(report))
+    _keep(args, report)
+    return int(has_crashed(report) or not report.get("gate", {"passed": True})["passed"])
+
+
+def _keep(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Writes what was asked for, and says where it is."""
+    from hf_mot.evaluation.files import save_report
+    from hf_mot.evaluation.report_page import write_report
+
     if args.json is not None:
         save_report(report, args.json)
         print(f"\nAll figures: {args.json}")
@@ -183,18 +194,29 @@ def run(args: argparse.Namespace) -> int:
         page = write_report(report, args.report)
         print(f"\nReport: {page}")
     if args.card:
-        from hf_mot.cli.fit import describe_file
-        from hf_mot.hub.record import record_evaluation
+        _put_into_card(args, report)
 
-        corpus = {"corpus": [describe_file(path) for path in args.text]} if args.text else {}
-        record_evaluation(args.translator, {**report, **corpus})
-        print(f"\nCard: {os.path.join(args.translator, 'README.md')}")
-        if "curve" in report and replay_curve(report) is None:
-            print("No plan has a recovery: there is nothing for --replay auto to choose from.")
-    if gate is not None and not report["gate"]["passed"]:
-        return 1
-    # What is missing of a curve may be a plan of more tokens than a context has: it is no failure.
-    return int(any("@" not in arm for arms in report.get("missing", {}).values() for arm in arms))
+
+def _put_into_card(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    from hf_mot.cli.fit import describe_file
+    from hf_mot.evaluation.curve import replay_curve
+    from hf_mot.evaluation.gate import MIN_DOCUMENTS, documents_of
+    from hf_mot.hub.record import record_evaluation
+
+    corpus = {"corpus": [describe_file(path) for path in args.text]} if args.text else {}
+    if not record_evaluation(args.translator, {**report, **corpus}):
+        print("\nCard: left as it is. Of this evaluation an arm is missing, and the one in the card is complete.")
+        return
+    print(f"\nCard: {os.path.join(args.translator, 'README.md')}")
+    if "curve" not in report or replay_curve(report) is not None:
+        return
+    if any("recovery" in point for point in report["curve"]):
+        print(
+            f"The curve is of {documents_of(report)} documents, too few for --replay auto to choose by (it needs "
+            f"{MIN_DOCUMENTS}): it is not kept."
+        )
+    else:
+        print("No plan has a recovery: there is nothing for --replay auto to choose from.")
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -214,181 +236,8 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ValueError("`--cost-context` and `--no-cost` exclude each other. Leave one of them out.")
 
 
-def _all_arms(args: argparse.Namespace, translator: Any) -> list[str]:
-    """Every arm that this translator can have: rivals that were never fitted need the text to fit on."""
-    from hf_mot.evaluation.arms import ARMS
-
-    absent = set()
-    if not translator.config.source_layers:
-        absent |= {arm for arm in ARMS if ARMS[arm].needs in ("source", "raw_copy", "ridge")}
-    if not args.fit_text:
-        absent |= {"ridge"} if not os.path.isfile(os.path.join(args.translator, RIDGE_FILE)) else set()
-    if not has_twin(args.translator) and not (args.fit_text and can_refit(translator)):
-        absent |= {"no_source", "target_layers_only"}
-    if translator.config.target_hidden_layer is None:
-        absent.add("target_layers_only")
-    return [arm for arm in ARMS if arm not in absent and arm != "native_wrong_document"]
-
-
 def _results_file(args: argparse.Namespace) -> Path | None:
     if args.report is not None:
         Path(args.report).mkdir(parents=True, exist_ok=True)
         return Path(args.report) / "examples.jsonl"
     return None if args.json is None else Path(args.json).with_suffix(".examples.jsonl")
-
-
-def _format_prompts(args: argparse.Namespace, translator: Any, tasks: dict[str, Any]) -> str:
-    """What each of the two models would be asked of the first example of each task."""
-    from hf_mot.evaluation.prompts import Prompter
-    from hf_mot.evaluation.tasks import TASKS
-    from hf_mot.hub.resolve import load_tokenizer
-
-    lines = []
-    for side in ("target", "source") if translator.config.source_layers else ("target",):
-        name, revision = named_model(args, translator, side)
-        tokenizer = load_tokenizer(name, **revision)
-        style = "plain" if side == "source" and tokenizer.chat_template is None else args.prompt_style
-        prompter = Prompter.of(tokenizer, getattr(translator.config, side)["prefix_ids"], style)
-        for task, examples in tasks.items():
-            asked = prompter.question(TASKS[task], examples[0])
-            lines += [
-                f"--- {side}, {task} ({examples[0].id}), {prompter.style}: {len(asked.context_ids)} tokens of context "
-                f"in the cache, then {len(asked.prompt_ids)} of prompt",
-                f"[context] {examples[0].context[:160]!r}" + " …" * (len(examples[0].context) > 160),
-                f"[prompt] {prompter.prompt(TASKS[task], examples[0])}",
-                f"[answers] {list(examples[0].choices or examples[0].answers)}",
-                "",
-            ]
-    return "\n".join(lines)
-
-
-_LABELS = {
-    "recovery": "what of the context's worth the translation keeps",
-    "content_recovery": "the same, against a translation of the wrong document",
-    "source_value": "what the source adds to the target's own token embeddings",
-}
-
-
-def format_report(report: dict[str, Any]) -> str:
-    """
-    The report as a few aligned tables.
-
-    Args:
-        report (`dict`): What `evaluation.evaluate` returned.
-
-    Returns:
-        `str`: Lines for a terminal.
-    """
-    pair = " → ".join(report["pair"][side] for side in ("source", "target") if side in report["pair"])
-    lines = [f"{pair}, plan {report['replay']}"]
-    if "arms" in report:
-        lines += _document_lines(report)
-    for name, figures in report.get("tasks", {}).items():
-        lines += ["", *_task_lines(name, figures)]
-    for part, arms in report.get("missing", {}).items():
-        lines += ["", *(f"missing: {arm} of {part}, which crashed: {reason}" for arm, reason in arms.items())]
-    if "overlap" in report:
-        lines += ["", _overlap_line(report["overlap"])]
-    if "curve" in report:
-        lines += ["", *_curve_lines(report["curve"])]
-    if "cost" in report:
-        lines += ["", *_cost_lines(report["cost"])]
-    if "gate" in report:
-        lines += ["", *_gate_lines(report["gate"])]
-    return "\n".join(lines)
-
-
-def _document_lines(report: dict[str, Any]) -> list[str]:
-    from hf_mot.evaluation.arms import ARMS
-
-    skipped = "".join(f", {count} skipped ({reason})" for reason, count in report["skipped"].items())
-    counted = f"{report['n']} documents"
-    if "n_documents" in report:
-        counted = f"{report['n']} windows of {report['n_documents']} documents"
-    lines = [
-        f"{counted}{skipped}, {report['context_length']} tokens of context, seed {report['seed']}",
-        "",
-        f"{'arm':<23}{'NLL':>7}  {'recovery [95 % interval]':<24}  the target reads",
-    ]
-    for arm, figures in report["arms"].items():
-        recovery = _interval(figures["recovery"]) if "recovery" in figures else ""
-        lines.append(f"{arm:<23}{figures['nll']:>7.4f}  {recovery:<24}  {ARMS[arm].about}")
-    lines.append("")
-    for metric, label in _LABELS.items():
-        if metric in report:
-            lines.append(f"{metric:<18}{_interval(report[metric])}  {label}")
-    return lines + report.get("notes", [])
-
-
-def _task_lines(name: str, figures: dict[str, Any]) -> list[str]:
-    from hf_mot.evaluation.arms import ARMS
-
-    metric, nll = figures["metric"], figures["answer_nll"]
-    counted = ("too_long", "truncated", "answers_longer_than_cut")
-    skipped = "".join(f", {figures[key]} {key.replace('_', ' ')}" for key in counted if key in figures)
-    about = f" about {figures['n_documents']} contexts" if "n_documents" in figures else ""
-    lines = [
-        f"{name}: {figures['n']} questions{about}{skipped}, {figures['prompt']} prompt, version {figures['version']}",
-        f"{'arm':<23}{metric:>8}  {'[95 % interval]':<16}{'EM':>7}{'NLL':>9}  recovery of the answer's NLL",
-    ]
-    for arm in (arm for arm in ARMS if arm in figures):
-        ends = figures.get("intervals", {}).get(arm)
-        exact = f"{figures['em'][arm]:.3f}" if "em" in figures else ""
-        loss = f"{nll[arm]:.4f}" if arm in nll else ""
-        recovery = _interval(nll["recoveries"][arm]) if arm in nll.get("recoveries", {}) else ""
-        interval = f"[{ends['low']:.3f}, {ends['high']:.3f}]" if ends else ""
-        lines.append(f"{arm:<23}{figures[arm]:>8.3f}  {interval:<16}{exact:>7}{loss:>9}  {recovery}".rstrip())
-    if "native_minus_no_context" in figures:
-        verdict = "counts in a verdict" if figures["counts"] else "does not count in a verdict: the interval holds 0"
-        lines.append(f"native - no_context {_interval(figures['native_minus_no_context']).strip()}: {verdict}")
-    return lines + nll.get("notes", [])
-
-
-def _overlap_line(overlap: dict[str, Any]) -> str:
-    named = [f"{part} {name}" for part, names in overlap["documents"].items() for name in names]
-    shown = ", ".join(named[:8]) + (", …" if len(named) > 8 else "")
-    return (
-        f"overlap with the fit's corpus: {overlap['shared']} of {overlap['tested']} contexts share a run of "
-        f"{overlap['run_words']} words" + (f": {shown}" if named else "")
-    )
-
-
-def _curve_lines(curve: list[dict[str, Any]]) -> list[str]:
-    from hf_mot.evaluation.curve_report import curve_table
-
-    head, rows = curve_table(curve)
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
-    ]
-
-
-def _gate_lines(gate: dict[str, Any]) -> list[str]:
-    judged = ", ".join(gate["judged_on"]) or "nothing"
-    lines = [f"gate: {'passed' if gate['passed'] else 'NOT PASSED'} (judged on {judged})"]
-    return lines + [f"  {reason}" for reason in gate["reasons"]]
-
-
-def _interval(figure: dict[str, float]) -> str:
-    return f"{figure['value']:6.3f}  [{figure['low']:.3f}, {figure['high']:.3f}]"
-
-
-def _cost_lines(cost: dict[str, float]) -> list[str]:
-    rows = [
-        (
-            "handoff / prefill",
-            f"{cost['handoff_s'] * 1000:.0f} ms / {cost['prefill_s'] * 1000:.0f} ms = {cost['time_ratio']:.3f}  "
-            f"[{cost['time_ratio_low']:.3f}, {cost['time_ratio_high']:.3f}] at {cost['context_length']} tokens",
-        ),
-        ("same, in FLOPs", f"{cost['flops_ratio']:.3f}"),
-        (
-            "first token after",
-            f"{cost['ttft_translated_s'] * 1000:.0f} ms translated, {cost['ttft_native_s'] * 1000:.0f} ms native "
-            f"({cost['prompt_tokens']} prompt tokens; the source's own reading not counted)",
-        ),
-        ("cache / translator", f"{cost['kv_bytes'] / 1e6:.1f} MB / {cost['translator_bytes'] / 1e6:.1f} MB"),
-    ]
-    if "peak_bytes" in cost:
-        peaks = f"{cost['peak_bytes'] / 1e6:.1f} MB handoff, {cost['prefill_peak_bytes'] / 1e6:.1f} MB prefill"
-        rows.append(("peak memory", f"{peaks} (above the models, the cache that it makes included)"))
-    return [f"{label:<20}{text}" for label, text in rows]

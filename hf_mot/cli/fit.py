@@ -173,7 +173,7 @@ def format_fit(report: dict[str, Any], out: str) -> str:
         f"fitted on {counts}; ridge {report['ridge']:g}, seed {report['seed']}, {report['seconds']['total']:.0f} s",
     ]
     if "evaluation" in report:
-        from hf_mot.cli.evaluate import format_report
+        from hf_mot.cli.evaluate_lines import format_report
 
         lines += ["", format_report(report["evaluation"]), ""]
     lines.append(f"written to {out}: the translator, its model card and, in no_source, its twin without source")

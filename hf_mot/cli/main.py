@@ -1,7 +1,6 @@
 """`hf-mot`: parses the command line, runs one command, and turns errors into one line."""
 
 import argparse
-import difflib
 import logging
 import os
 import sys
@@ -9,6 +8,7 @@ from collections.abc import Sequence
 
 from hf_mot import __version__
 from hf_mot.cli import analyze, capture, catalog, demo, evaluate, fit, generate, inspect, push, search_channels, train
+from hf_mot.names import closest
 
 COMMANDS = {
     "demo": demo,
@@ -85,8 +85,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         command.add_argument("--debug", action="store_true", help="show the traceback of an error, and all logs")
     wanted = next((arg for arg in argv if not arg.startswith("-")), None)
     if wanted is not None and wanted not in COMMANDS:
-        close = difflib.get_close_matches(wanted, COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(COMMANDS)}"
+        close = closest(wanted, COMMANDS)
+        hint = f"did you mean {close}?" if close else f"choose from {', '.join(COMMANDS)}"
         parser.error(f"{wanted!r} is no command: {hint}")
     args = parser.parse_args(argv)
     args.argv = argv

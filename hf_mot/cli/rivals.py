@@ -4,8 +4,6 @@ import argparse
 import os
 from typing import Any
 
-RIDGE_FILE = os.path.join("baselines", "ridge.safetensors")
-
 
 def check_corpus(translator: Any, files: list[str]) -> None:
     """`--fit-text` must be the text that the fit report names, that of a training included: else overlap and rivals
@@ -96,34 +94,59 @@ def refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):
 
 def load_baselines(args: argparse.Namespace, arms: list[str], translator: Any) -> dict[str, Any]:
     """The baselines among `arms` that need no fit any more. Raises `ValueError` where one cannot be fitted either."""
-    from hf_mot.baselines import RawCopy, Ridge
+    from hf_mot.baselines import BASELINES
 
     baselines: dict[str, Any] = {}
-    if "raw_copy" in arms:
-        baselines["raw_copy"] = RawCopy(translator)
-    if "ridge" in arms and os.path.isfile(os.path.join(args.translator, RIDGE_FILE)):
-        kept = os.path.join(args.translator, RIDGE_FILE)
-        baselines["ridge"] = Ridge.load(kept, translator)
-        fitted_on, corpora = baselines["ridge"].report.get("corpus"), _corpora(args)
-        if corpora and fitted_on not in (None, corpora):
-            raise ValueError(
-                f"{kept} was fitted on {', '.join(entry['name'] for entry in fitted_on)}, and `--fit-text` is not "
-                "that. Remove it, and it is fitted anew."
-            )
-    elif "ridge" in arms and not args.fit_text:
-        raise ValueError("`--arms` holds ridge, which is fitted first. Give --fit-text, or leave the arm out.")
+    for name, baseline in BASELINES.items():
+        kept = _baseline_file(args.translator, name)
+        if name not in arms:
+            continue
+        if not baseline.is_fitted:
+            baselines[name] = baseline(translator)
+        elif os.path.isfile(kept):
+            baselines[name] = baseline.load(kept, translator)
+            fitted_on, corpora = baselines[name].report.get("corpus"), _corpora(args)
+            if corpora and fitted_on not in (None, corpora):
+                raise ValueError(
+                    f"{kept} was fitted on {', '.join(entry['name'] for entry in fitted_on)}, and `--fit-text` is not "
+                    "that. Remove it, and it is fitted anew."
+                )
+        elif not args.fit_text:
+            raise ValueError(f"`--arms` holds {name}, which is fitted first. Give --fit-text, or leave the arm out.")
     return baselines
 
 
-def fit_missing_ridge(args: argparse.Namespace, corpus: Any, pair: dict[str, Any]):
-    """Ridge on the text of `--fit-text`, kept beside the translator where that is a folder."""
-    from hf_mot.baselines import fit_ridge
+def fit_baseline(args: argparse.Namespace, name: str, corpus: Any, pair: dict[str, Any]):
+    """One on the text of `--fit-text`, kept beside the translator where that is a folder."""
+    from hf_mot.baselines import BASELINES
 
-    ridge = fit_ridge(corpus, **pair, seed=args.seed)
-    ridge.report["corpus"] = _corpora(args)
+    baseline = BASELINES[name].fit(corpus, **pair, seed=args.seed)
+    baseline.report["corpus"] = _corpora(args)
     if os.path.isdir(args.translator):
-        ridge.save(os.path.join(args.translator, RIDGE_FILE))
-    return ridge
+        baseline.save(_baseline_file(args.translator, name))
+    return baseline
+
+
+def all_arms(args: argparse.Namespace, translator: Any) -> list[str]:
+    """Every arm that this translator can have: rivals that were never fitted need the text to fit on."""
+    from hf_mot.baselines import BASELINES
+    from hf_mot.evaluation.arms import ARMS
+
+    absent = {"native_wrong_document"}
+    if not translator.config.source_layers:
+        absent |= {arm for arm in ARMS if ARMS[arm].needs in ("source", *BASELINES)}
+    if not args.fit_text:
+        fitted = {name for name, baseline in BASELINES.items() if baseline.is_fitted}
+        absent |= {name for name in fitted if not os.path.isfile(_baseline_file(args.translator, name))}
+    if not has_twin(args.translator) and not (args.fit_text and can_refit(translator)):
+        absent |= {"no_source", "target_layers_only"}
+    if translator.config.target_hidden_layer is None:
+        absent.add("target_layers_only")
+    return [arm for arm in ARMS if arm not in absent]
+
+
+def _baseline_file(folder: str, name: str) -> str:
+    return os.path.join(folder, "baselines", f"{name}.safetensors")
 
 
 def _corpora(args: argparse.Namespace) -> list[dict[str, str]]:

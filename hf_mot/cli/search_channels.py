@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     from hf_mot.analysis import plot_windows
     from hf_mot.evaluation import save_report
-    from hf_mot.evaluation.report import require_matplotlib
+    from hf_mot.evaluation.report_plot import require_matplotlib
     from hf_mot.hub.resolve import load_model, load_tokenizer
     from hf_mot.training import MoTTrainer, TextDataset, TextFiles
     from hf_mot.training.channel_search import search_channels

@@ -28,6 +28,7 @@ from hf_mot.data.shards import (
     write_shard,
 )
 from hf_mot.evaluation.answers import prompt_logits, right_pad, wrap
+from hf_mot.layers_mot import input_device
 from hf_mot.modeling_mot import MoTModel
 from hf_mot.rows_mot import left_pad, positions_from_mask
 from hf_mot.training.examples import TrainingExample
@@ -280,7 +281,7 @@ def _capture(
 
 
 def _prompt_hidden(target: PreTrainedModel, cache, rows: list[list[int]]) -> torch.Tensor:
-    ids, mask = right_pad(rows, target.get_input_embeddings().weight.device)
+    ids, mask = right_pad(rows, input_device(target))
     whole = torch.cat([cache.prefix_mask.to(mask), mask], dim=1)
     return run_decoder(target, ids, cache.fork(), whole, positions_from_mask(whole)[:, -ids.shape[1] :])
 

@@ -2,8 +2,10 @@
 
 from hf_mot.evaluation.arms import ARMS
 from hf_mot.evaluation.curve import default_plans
+from hf_mot.evaluation.files import save_report
 from hf_mot.evaluation.gate import Gate
-from hf_mot.evaluation.runner import DEFAULT_ARMS, evaluate, save_report
+from hf_mot.evaluation.runner import evaluate
+from hf_mot.evaluation.settings import DEFAULT_ARMS
 from hf_mot.evaluation.store import ResultStore
 from hf_mot.evaluation.tasks import TASKS, Example, load_examples
 

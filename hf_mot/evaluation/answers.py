@@ -8,12 +8,13 @@ import inspect
 
 import torch
 from torch.nn import functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.capture_mot import positions_from_mask
 from hf_mot.compat_mot import cache_argument, run_decoder
 from hf_mot.generation_mot import attach
+from hf_mot.layers_mot import input_device
 
 # Rows of logits that are normalised at a time: with 262k tokens in the vocabulary one row in fp32 takes 1 MB.
 LOGIT_ROWS = 32
@@ -39,7 +40,7 @@ def read_on(model: PreTrainedModel, cache: TranslatedCache, rows: list[list[int]
     """The cache after each of its rows has read some more ids, packed: pads are at the left end alone."""
     if not any(rows):
         return cache
-    ids, mask = right_pad(rows, model.get_input_embeddings().weight.device)
+    ids, mask = right_pad(rows, input_device(model))
     mask = torch.cat([cache.prefix_mask.to(mask), mask], dim=1)
     fork = cache.fork()
     run_decoder(model, ids, fork, mask, positions_from_mask(mask)[:, -ids.shape[1] :])
@@ -61,7 +62,7 @@ def prompt_logits(
         `tuple(torch.Tensor)`: Logits after each id but the last of each row, `[batch, longest - 1, vocab]`, and the
         ids, `[batch, longest]`; both right-padded.
     """
-    ids, mask = right_pad(rows, model.get_input_embeddings().weight.device)
+    ids, mask = right_pad(rows, input_device(model))
     inputs = {"input_ids": ids[:, :-1]}
     whole = torch.cat([cache.prefix_mask.to(mask), mask[:, :-1]], dim=1)
     if not bool(whole.all()):
@@ -96,6 +97,23 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.cat(losses).view(labels.shape).cpu()
 
 
+def continuation_nll(target: PreTrainedModel, cache: Cache, continuation_ids: torch.Tensor) -> torch.Tensor:
+    """
+    How well the target goes on from a cache without pads: the mean NLL of y_2 .. y_n, teacher-forced.
+
+    Args:
+        target (`PreTrainedModel`): The target, with its LM head.
+        cache (`Cache`): The context's cache; it is written to.
+        continuation_ids (`torch.Tensor` of shape `(batch, n)`): y_1 .. y_n.
+
+    Returns:
+        `torch.Tensor` of shape `(batch,)`: Nats per token, in fp32, on the CPU.
+    """
+    continuation_ids = continuation_ids.to(input_device(target))
+    logits = target(input_ids=continuation_ids[:, :-1], **{cache_argument(target): cache}).logits
+    return cross_entropy(logits, continuation_ids[:, 1:]).mean(dim=1)
+
+
 def line_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The tokens at which an answer of one line ends."""
     encoded = tokenizer(["\n", "\n\n"], add_special_tokens=False)["input_ids"]
@@ -126,7 +144,7 @@ def greedy_answers(
     ends = set() if eos is None else set(torch.as_tensor(eos).flatten().tolist())
     ends |= {tokenizer.eos_token_id} - {None}
     ends |= line_ends(tokenizer) if one_line else set()
-    ids = torch.tensor(last_ids, device=model.get_input_embeddings().weight.device)[:, None]
+    ids = torch.tensor(last_ids, device=input_device(model))[:, None]
     options = {"eos_token_id": sorted(ends), "pad_token_id": min(ends)} if ends else {}
     output = attach(model).generate(
         input_ids=ids, past_key_values=cache, max_new_tokens=max_new_tokens, do_sample=False, **options

@@ -1,192 +1,22 @@
 """Arms: the ways in which the target can come by a context, each from contexts to a cache, behind one protocol."""
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_mot.baselines import BASELINES
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.capture_mot import prefill, source_states
-from hf_mot.compat_mot import cache_argument
-from hf_mot.evaluation.answers import cross_entropy, greedy_answers, read_on, wrap
-from hf_mot.evaluation.prompts import Prompter
+from hf_mot.evaluation.answers import greedy_answers, read_on, wrap
+from hf_mot.evaluation.batch import Batch, Models
 from hf_mot.inputs_mot import TranslationInputs
 from hf_mot.replay_mot import ReplayPlan, native_flops
 from hf_mot.rows_mot import left_pad, positions_from_mask
 
 SUMMARY_TOKENS = 64
-
-
-class Context(Protocol):
-    """What an arm sees of a window or a question: `text`, all that a source reads, and the target's own ids for it,
-    prefix included."""
-
-    text: str
-    context_ids: list[int]
-
-
-class Baseline(Protocol):
-    """A rival of the translator that is not one: from contexts to a cache, and what that costs. `source_layers` are
-    those it reads; `report` says how it was made, empty where there is nothing to say."""
-
-    source_layers: Sequence[int]
-    report: dict[str, Any]
-
-    def __call__(self, batch: "Batch") -> TranslatedCache: ...
-
-    def flops(self, context_length: int) -> float:
-        """FLOPs (2 × MACs) for so many target tokens of context, the source's own reading not counted."""
-
-
-@dataclass(frozen=True)
-class Models:
-    """
-    All that an arm may use.
-
-    Args:
-        source (`PreTrainedModel`, *optional*): The model whose cache is translated.
-        target (`PreTrainedModel`): The model that reads the translation.
-        source_tokenizer (`PreTrainedTokenizerBase`, *optional*): The source's tokenizer.
-        target_tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
-        translator (`MoTModel`): The translator that is judged.
-        no_source (`MoTModel`, *optional*): Its twin, fitted without source features; of a translator that reads the
-            target's own hidden state, it reads that still.
-        identity (`MoTModel`, *optional*): The translator from the target to itself.
-        prefix_ids (`list[int]`): The target's leading special tokens.
-        replay (`str`): The replay plan.
-        baselines (`Mapping[str, Baseline]`, *optional*): Rivals, by the name of their arm.
-        prompters (`Mapping[str, Prompter]`, *optional*): Of `"source"` and `"target"`, for questions.
-    """
-
-    source: PreTrainedModel | None
-    target: PreTrainedModel
-    source_tokenizer: PreTrainedTokenizerBase | None
-    target_tokenizer: PreTrainedTokenizerBase
-    translator: PreTrainedModel
-    no_source: PreTrainedModel | None
-    identity: PreTrainedModel | None
-    prefix_ids: list[int]
-    replay: str = "none"
-    baselines: Mapping[str, Baseline] = field(default_factory=dict)
-    prompters: Mapping[str, Prompter] = field(default_factory=dict)
-
-    @property
-    def source_layers(self) -> list[int]:
-        """The source layers that translator and baselines read."""
-        readers = (self.translator.config, *self.baselines.values())
-        return sorted({layer_idx for reader in readers for layer_idx in reader.source_layers})
-
-    def plan(self, inputs: TranslationInputs) -> ReplayPlan:
-        """The plan for some inputs; without guidance, the target looks everywhere."""
-        plan = ReplayPlan.parse(self.replay)
-        return plan if inputs.guidance else plan.unguided
-
-    def assemble(self, translator: PreTrainedModel, output: Any, inputs: TranslationInputs) -> TranslatedCache:
-        """The target's cache of translated states, by the plan."""
-        return translator.assemble(output, inputs, self.target, self.plan(inputs))
-
-
-@dataclass(frozen=True)
-class Batch:
-    """
-    Contexts that are read together. What several arms use is computed once.
-
-    Args:
-        models (`Models`): All that an arm may use.
-        contexts (`Sequence[Context]`): The contexts.
-        others (`Sequence[Context]`, *optional*): For each of them, one of another document, some places ahead in the
-            order in which they are read.
-    """
-
-    models: Models
-    contexts: Sequence[Context]
-    others: Sequence[Context] = ()
-
-    @property
-    def texts(self) -> list[str]:
-        return [context.text for context in self.contexts]
-
-    @cached_property
-    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target's ids and their mask, `(batch, longest)`, left-padded, on its device."""
-        ids, mask = left_pad([context.context_ids for context in self.contexts])
-        device = self.models.target.get_input_embeddings().weight.device
-        return ids.to(device), mask.to(device)
-
-    @cached_property
-    def native_cache(self) -> TranslatedCache:
-        """The target has read the context itself."""
-        ids, mask = self.padded
-        return wrap(prefill(self.models.target, ids, mask), mask, self.models.translator.target_geometry.sliding)
-
-    @cached_property
-    def source_reading(self) -> tuple[Cache | None, torch.Tensor | None, torch.Tensor | None]:
-        """The source's prefill, as translators and baselines read it: its cache, ids and mask."""
-        models = self.models
-        plan = ReplayPlan.parse(models.replay)
-        return models.translator.read_source(
-            self.texts, models.source, models.source_tokenizer, layers=models.source_layers, plan=plan
-        )
-
-    @cached_property
-    def translated_cache(self) -> TranslatedCache:
-        """The source has read the context's text, and its cache is translated."""
-        return self.translate(self.models.translator, *self.source_reading)
-
-    @cached_property
-    def twin_cache(self) -> TranslatedCache:
-        """What the twin without a source makes of the context."""
-        return self.translate(self.models.no_source)
-
-    @cached_property
-    def _by_plan(self) -> dict[str, "Batch"]:
-        return {}
-
-    def under(self, plan: str) -> "Batch":
-        """The same contexts, read once, by another replay plan. The last one is kept: its caches are large."""
-        if plan not in self._by_plan:
-            self._by_plan.clear()
-            other = Batch(replace(self.models, replay=plan), self.contexts, self.others)
-            vars(other).update(padded=self.padded)
-            if not ReplayPlan.parse(plan).sparse:  # else the source is listened to anew
-                vars(other).update(source_reading=self.source_reading)
-            self._by_plan[plan] = other
-        return self._by_plan[plan]
-
-    @cached_property
-    def source_cache(self) -> TranslatedCache:
-        """The source has read the context, and goes on itself."""
-        models = self.models
-        ids, mask = left_pad([models.prompters["source"].context_ids(text) for text in self.texts])
-        mask = mask.to(models.source.get_input_embeddings().weight.device)
-        return wrap(prefill(models.source, ids, mask), mask, models.translator.source_geometry.sliding)
-
-    def translate(self, translator, source_cache=None, source_ids=None, source_mask=None) -> TranslatedCache:
-        """By the replay plan; without a source to guide it, the target looks everywhere."""
-        plan = ReplayPlan.parse(self.models.replay)
-        plan = plan.unguided if source_cache is None else plan
-        return translator.translate(source_cache, source_ids, replay=plan, **self._arguments(source_mask))
-
-    def inputs(self, translator) -> TranslationInputs:
-        """What a translator reads of the contexts."""
-        source_cache, source_ids, source_mask = self.source_reading
-        return translator.prepare(source_cache, source_ids, **self._arguments(source_mask))
-
-    def _arguments(self, source_mask: torch.Tensor | None) -> dict[str, Any]:
-        models, (ids, mask) = self.models, self.padded
-        return {
-            "source_attention_mask": source_mask,
-            "source_tokenizer": models.source_tokenizer,
-            "target": models.target,
-            "target_tokenizer": models.target_tokenizer,
-            "target_input_ids": ids,
-            "target_attention_mask": mask,
-            "text": self.texts,
-        }
 
 
 @dataclass(frozen=True)
@@ -199,21 +29,36 @@ class Arm:
         cache (`Callable[[Batch], TranslatedCache]`): From contexts to caches.
         wrong (`bool`, *optional*, defaults to `False`): Whether the cache is judged on an item of another document:
             for that item it is the cache of one some places ahead.
+        mixed (`bool`, *optional*, defaults to `False`): Whether it reads contexts of other documents beside its own.
         reader (`str`, *optional*, defaults to `"target"`): Who answers from it.
         needs (`str`, *optional*): What it cannot do without: `"source"`, `"no_source"`, `"identity"` or a baseline.
         flops (`Callable[[Models, int], float]`, *optional*): FLOPs of getting the cache of so many target tokens.
         tasks_only (`bool`, *optional*, defaults to `False`): Whether it has a meaning for questions alone.
+        shared (`bool`, *optional*, defaults to `False`): Whether it is alike for every translator of a pair, whatever
+            the plan.
+        by_plan (`bool`, *optional*, defaults to `False`): Whether a curve measures it by each of its plans.
+        similar (`bool`, *optional*, defaults to `False`): Whether its cache, of the right tokens each where it
+            belongs, is compared with the target's own.
         plan ([`ReplayPlan`], *optional*): A replay plan of its own, instead of the evaluation's.
     """
 
     about: str
     cache: Callable[[Batch], TranslatedCache]
     wrong: bool = False
+    mixed: bool = False
     reader: Literal["target", "source"] = "target"
     needs: str | None = None
     flops: Callable[[Models, int], float] | None = None
     tasks_only: bool = False
+    shared: bool = False
+    by_plan: bool = False
+    similar: bool = False
     plan: ReplayPlan | None = None
+
+    @property
+    def needs_other(self) -> bool:
+        """Whether it cannot be had of one document alone."""
+        return self.wrong or self.mixed
 
 
 def native(batch: Batch) -> TranslatedCache:
@@ -355,42 +200,64 @@ def _replay_flops(models: Models, context_length: int) -> float:
     return ReplayPlan.parse(models.replay).target_flops(models.translator.config, context_length)
 
 
-def _baseline(name: str, about: str) -> Arm:
+def _baseline(name: str) -> Arm:
     return Arm(
-        about,
+        BASELINES[name].about,
         lambda batch: batch.models.baselines[name](batch),
         needs=name,
         flops=lambda models, context_length: (
             models.baselines[name].flops(context_length) + _replay_flops(models, context_length)
         ),
+        similar=True,
     )
 
 
 ARMS = {
-    "native": Arm("the context itself", native, flops=_native_flops),
-    "no_context": Arm("nothing", no_context, flops=lambda models, context_length: 0),
-    "translated": Arm("the source's cache of the context, translated", translated, flops=_translated_flops),
+    "native": Arm("the context itself", native, flops=_native_flops, shared=True),
+    "no_context": Arm("nothing", no_context, flops=lambda models, context_length: 0, shared=True),
+    "translated": Arm(
+        "the source's cache of the context, translated",
+        translated,
+        flops=_translated_flops,
+        by_plan=True,
+        similar=True,
+    ),
     "identity": Arm("its own cache, through the translator's path: must equal native", identity, needs="identity"),
-    "wrong_document": Arm("the translation of another document", translated, wrong=True),
-    "native_wrong_document": Arm("another document itself", native, wrong=True),
+    "wrong_document": Arm("the translation of another document", translated, wrong=True, by_plan=True),
+    "native_wrong_document": Arm("another document itself", native, wrong=True, shared=True),
     "wrong_source": Arm(
-        "a translation of its own tokens with another document's states", wrong_source, needs="source"
+        "a translation of its own tokens with another document's states",
+        wrong_source,
+        mixed=True,
+        needs="source",
+        similar=True,
     ),
     "no_source": Arm(
-        "what a twin without source makes of its own embeddings", no_source, needs="no_source", flops=_no_source_flops
+        "what a twin without source makes of its own embeddings",
+        no_source,
+        needs="no_source",
+        flops=_no_source_flops,
+        by_plan=True,
+        similar=True,
     ),
     "target_layers_only": Arm(
         "what a twin without source makes of its own first layers",
         target_layers_only,
         needs="no_source",
         flops=_no_source_flops,
+        by_plan=True,
     ),
-    "zero_cache": Arm("a cache of zeros", zero_cache, needs="identity"),
-    "random_cache": Arm("noise with the mean and variance of its own cache", random_cache, needs="identity"),
-    "raw_copy": _baseline("raw_copy", "the source's cache, copied channel by channel"),
-    "ridge": _baseline("ridge", "a full-head ridge map of the source's cache"),
-    "text_handoff": Arm("what the source wrote about the context", text_handoff, needs="source", tasks_only=True),
-    "source_alone": Arm("(the source itself answers)", source_alone, needs="source", reader="source", tasks_only=True),
+    "zero_cache": Arm("a cache of zeros", zero_cache, needs="identity", similar=True),
+    "random_cache": Arm(
+        "noise with the mean and variance of its own cache", random_cache, needs="identity", similar=True
+    ),
+    **{name: _baseline(name) for name in BASELINES},
+    "text_handoff": Arm(
+        "what the source wrote about the context", text_handoff, needs="source", tasks_only=True, shared=True
+    ),
+    "source_alone": Arm(
+        "(the source itself answers)", source_alone, reader="source", needs="source", tasks_only=True, shared=True
+    ),
 }
 
 
@@ -400,21 +267,5 @@ def find_arm(name: str) -> Arm:
     arm = ARMS[arm]
     if not plan:
         return arm
-    return replace(arm, cache=lambda batch: arm.cache(batch.under(plan)), plan=ReplayPlan.parse(plan))
-
-
-def continuation_nll(target: PreTrainedModel, cache: Cache, continuation_ids: torch.Tensor) -> torch.Tensor:
-    """
-    How well the target goes on from a cache without pads: the mean NLL of y_2 .. y_n, teacher-forced.
-
-    Args:
-        target (`PreTrainedModel`): The target, with its LM head.
-        cache (`Cache`): The context's cache; it is written to.
-        continuation_ids (`torch.Tensor` of shape `(batch, n)`): y_1 .. y_n.
-
-    Returns:
-        `torch.Tensor` of shape `(batch,)`: Nats per token, in fp32, on the CPU.
-    """
-    continuation_ids = continuation_ids.to(target.get_input_embeddings().weight.device)
-    logits = target(input_ids=continuation_ids[:, :-1], **{cache_argument(target): cache}).logits
-    return cross_entropy(logits, continuation_ids[:, 1:]).mean(dim=1)
+    # Cosines are of the layers that the evaluation's own plan leaves to a translation.
+    return replace(arm, cache=lambda batch: arm.cache(batch.under(plan)), similar=False, plan=ReplayPlan.parse(plan))

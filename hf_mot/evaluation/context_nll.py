@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from hf_mot.evaluation.arms import Batch, Models, continuation_nll, find_arm
+from hf_mot.evaluation.answers import continuation_nll
+from hf_mot.evaluation.arms import find_arm
+from hf_mot.evaluation.batch import Batch, Models
 from hf_mot.evaluation.measure import digest, measure, own_settings
 from hf_mot.evaluation.metrics import METRICS, better_by, compare
 from hf_mot.evaluation.similarity import (
-    SIMILARITIES,
     attention_outputs,
     attention_similarity,
     cache_similarity,
@@ -57,7 +58,7 @@ def measure_documents(
         if arm == "native":
             native.clear()
             native[tuple(rows)] = outputs
-        elif arm in SIMILARITIES and has_native and outputs:
+        elif find_arm(arm).similar and has_native and outputs:
             if tuple(rows) not in native:  # scored by an earlier run
                 native.clear()
                 own_cache = batch.native_cache.fork()  # before anything is watched: its prefill runs attention too

@@ -11,7 +11,7 @@ from transformers import Cache
 from hf_mot.alignment_mot import tokenize_with_spans
 from hf_mot.capture_mot import prefill
 from hf_mot.compat_mot import cache_argument
-from hf_mot.evaluation.arms import Batch, Models
+from hf_mot.evaluation.batch import Batch, Models
 from hf_mot.evaluation.memory import peak_growth
 from hf_mot.evaluation.windows import Window
 from hf_mot.guidance_mot import Guidance

@@ -11,14 +11,12 @@ import torch
 
 from hf_mot.evaluation.arms import ARMS
 from hf_mot.evaluation.context_nll import compare_arms
+from hf_mot.evaluation.gate import MIN_DOCUMENTS, documents_of
 from hf_mot.evaluation.metrics import METRICS
-from hf_mot.evaluation.store import SHARED_ARMS
 from hf_mot.modeling_mot import MoTModel
 from hf_mot.replay_mot import ReplayPlan
 
 NEEDED_ARMS = ("native", "no_context", "translated")  # without which there is no curve
-# What is measured by each plan, where it is measured at all.
-PLANNED_ARMS = ("translated", "wrong_document", "no_source", "target_layers_only")
 STEPS = 6  # between none and all of the target's own prefill
 _LEFT_OUT = ("version", "categories", "better_by", "native_minus_no_context", "counts")  # of a task, in a point
 _T = TypeVar("_T")
@@ -89,18 +87,18 @@ def check_plans(translator: MoTModel, plans: Sequence[str], context_length: int,
 
 def arm_name(arm: str, plan: str, replay: str) -> str:
     """How an arm is called by a plan, in an evaluation by `replay`."""
-    return arm if plan == replay or arm in SHARED_ARMS else f"{arm}@{plan}"
+    return arm if plan == replay or ARMS[arm].shared else f"{arm}@{plan}"
 
 
 def planned_arms(arms: Sequence[str], plans: Sequence[str], replay: str) -> list[str]:
     """The arms that a curve adds to `arms`, plan by plan."""
-    names = [arm_name(arm, plan, replay) for plan in plans for arm in PLANNED_ARMS if arm in arms]
+    names = [arm_name(arm, plan, replay) for plan in plans for arm in ARMS if ARMS[arm].by_plan and arm in arms]
     return [name for name in names if name not in arms]
 
 
 def columns_of(columns: Mapping[str, _T], plan: str, replay: str) -> dict[str, _T]:
     """What a plan is compared by: its own arms, and the shared ones, under their plain names."""
-    names = {arm: arm_name(arm, plan, replay) for arm in ARMS if arm in (*SHARED_ARMS, *PLANNED_ARMS)}
+    names = {arm: arm_name(arm, plan, replay) for arm in ARMS if ARMS[arm].shared or ARMS[arm].by_plan}
     return {arm: columns[name] for arm, name in names.items() if name in columns}
 
 
@@ -135,7 +133,7 @@ def curve_points(
         if nll:
             clusters = [row["document"] for row in rows]
             figures = compare_arms(columns_of(nll, plan, report["replay"]), report["seed"], clusters)
-            arms = {arm: own for arm, own in figures["arms"].items() if arm in PLANNED_ARMS}
+            arms = {arm: own for arm, own in figures["arms"].items() if ARMS[arm].by_plan}
             point |= {"nll": arms["translated"]["nll"]} if "translated" in arms else {}
             point |= {metric: figures[metric] for metric in METRICS if metric in figures}
             point["arms"] = arms
@@ -153,11 +151,13 @@ def curve_points(
 def replay_curve(report: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     What a config keeps of a report, its `replay_curve`: the points that have a recovery, in four digits; `None` if
-    there is none.
+    there is none, or if they are of too few documents to choose by, less than the gate asks for.
 
     Args:
         report (`dict`): What `evaluate` returned.
     """
+    if documents_of(report) < MIN_DOCUMENTS:
+        return None
     points = [
         {
             "replay": point["replay"],

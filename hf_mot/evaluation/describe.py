@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_mot.configuration_mot import MoTConfig
 from hf_mot.contract_mot import identity
@@ -95,6 +96,12 @@ def describe_translator(translator: MoTModel) -> dict[str, Any]:
         "bytes": translator_bytes(translator),
     }
     return {key: value for key, value in fields.items() if value is not None}
+
+
+def describe_dtype(source: PreTrainedModel | None, target: PreTrainedModel) -> str:
+    """The dtype of both models, or of each where they differ."""
+    own, other = (None if model is None else str(model.dtype).removeprefix("torch.") for model in (target, source))
+    return own if other in (None, own) else f"{own}, source {other}"
 
 
 def pair_fingerprint(translator: MoTModel) -> str:

@@ -1,5 +1,6 @@
 """The gate: whether a translator may be called one, by its controls."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,7 @@ def judge(report: dict[str, Any], gate: Gate) -> dict[str, Any]:
     for name, measure in measures.items():
         missing = report.get("missing", {}).get(name, {})
         part = report if measure is report else report["tasks"][name]
-        documents = part.get("n_documents", part["n"])
+        documents = documents_of(part)
         if documents < MIN_DOCUMENTS:
             reasons.append(f"{name}: {documents} documents are too few for a verdict, needs {MIN_DOCUMENTS}")
         for control in CONTROLS:
@@ -76,3 +77,8 @@ def judge(report: dict[str, Any], gate: Gate) -> dict[str, Any]:
         "recovery": gate.recovery,
         "margin": gate.margin,
     }
+
+
+def documents_of(part: Mapping[str, Any]) -> int:
+    """How many documents a report's figures, or those of one of its tasks, are of; 0 where nothing was measured."""
+    return part.get("n_documents", part.get("n", 0))

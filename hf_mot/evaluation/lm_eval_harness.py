@@ -19,10 +19,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.contract_mot import check_model, check_tokenizer
 from hf_mot.evaluation.answers import cross_entropy, prompt_logits
-from hf_mot.evaluation.arms import ARMS, Models, translated, wrong_source
+from hf_mot.evaluation.arms import ARMS, translated, wrong_source
+from hf_mot.evaluation.batch import Models
 from hf_mot.evaluation.requests import Request, chunks, compile_splits, read_requests, split_ids
 from hf_mot.generation_mot import attach
 from hf_mot.hub.resolve import load_model, load_tokenizer, load_translator
+from hf_mot.layers_mot import input_device
 from hf_mot.modeling_mot import MoTModel
 
 # Among the harness's own loggers: its command line shows what these say, and nobody else's information.
@@ -242,7 +244,7 @@ class TranslatedLM(TemplateLM):
         self, cache: TranslatedCache, last_ids: list[int], stops: list[str], max_new_tokens: int
     ) -> list[str]:
         target, pad = self.models.target, self.tokenizer.pad_token_id
-        ids = torch.tensor(last_ids, device=target.get_input_embeddings().weight.device)[:, None]
+        ids = torch.tensor(last_ids, device=input_device(target))[:, None]
         output = attach(target).generate(
             input_ids=ids,
             past_key_values=cache,

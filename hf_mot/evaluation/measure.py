@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from hf_mot.evaluation.arms import Batch, Models, find_arm
+from hf_mot.evaluation.arms import find_arm
+from hf_mot.evaluation.batch import Batch, Models
 from hf_mot.evaluation.describe import fingerprint
 from hf_mot.evaluation.store import ResultStore
 
@@ -96,7 +97,7 @@ def measure(
             f"`arms` holds none that has a meaning for {part}. text_handoff and source_alone have one for questions "
             "alone, native_wrong_document for documents alone. Add an arm."
         )
-    needs_other = [arm for arm in arms if find_arm(arm).wrong or arm == "wrong_source"]
+    needs_other = [arm for arm in arms if find_arm(arm).needs_other]
     shift = partner_shift(items, ", ".join(needs_other)) if needs_other else 0
     failed: dict[str, str] = {}
     done = sum(item.id in store.results(part, arm) for arm in arms for item in items)
@@ -134,6 +135,12 @@ def measure(
 def describe_crash(error: Exception) -> str:
     """An error as a line of a report."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def has_crashed(report: Mapping[str, Any]) -> bool:
+    """Whether an arm of the evaluation's own plan, or its cost, is missing of a report. What is missing of a curve may
+    be a plan of more tokens than a context has: that is none."""
+    return any("@" not in arm for arms in report.get("missing", {}).values() for arm in arms)
 
 
 def _batch(models: Models, items: Sequence[Item], rows: list[int], shift: int) -> Batch:

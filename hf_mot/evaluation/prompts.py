@@ -71,6 +71,11 @@ class Prompter:
             raise ValueError("`prompt_style` is chat, but the tokenizer has no chat template. Use plain, or auto.")
         return cls(tokenizer, list(prefix_ids), "chat" if has_template and style != "plain" else "plain")
 
+    @classmethod
+    def of_source(cls, tokenizer: PreTrainedTokenizerBase, prefix_ids: list[int], style: str = "auto") -> "Prompter":
+        """As [`of`], but plain where there is no chat template: the style is one that is asked for of the target."""
+        return cls.of(tokenizer, prefix_ids, "plain" if tokenizer.chat_template is None else style)
+
     def prompt(self, task: Task, example: Example) -> str:
         """The text that follows the context."""
         if self.style == "chat":

@@ -1,17 +1,17 @@
-"""One task: its questions in both models' tokens, their scores in an arm, and the task's figures."""
+"""One task: its questions in both models' tokens, and their scores in an arm."""
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from hf_mot.evaluation.answers import greedy_answers, read_on, token_losses
-from hf_mot.evaluation.arms import SUMMARY_TOKENS, Batch, Models, find_arm
+from hf_mot.evaluation.arms import SUMMARY_TOKENS, find_arm
+from hf_mot.evaluation.batch import Batch, Models
 from hf_mot.evaluation.measure import grouped
-from hf_mot.evaluation.metrics import better_by, compare, mean_with_interval
 from hf_mot.evaluation.prompts import Question, cut_to_fit
 from hf_mot.evaluation.scoring import best_of, exact_match, normalize_answer, token_f1
 from hf_mot.evaluation.tasks import Example, Task
@@ -184,87 +184,3 @@ def named_choice(answer: str, choices: Sequence[str]) -> str | None:
     words = normalize_answer(answer).split()
     found = [choice for choice in choices if words[: len(own := normalize_answer(choice).split())] == own and own]
     return max(found, key=len, default=None)
-
-
-def task_figures(
-    task: Task, questions: Questions, results: Mapping[str, Mapping[str, dict[str, Any]]], seed: int
-) -> dict[str, Any]:
-    """
-    The part of the report that is about one task.
-
-    Args:
-        task (`Task`): The task.
-        questions (`Questions`): Its questions.
-        results (`Mapping`): By arm, then by the question's id; arms with all results.
-        seed (`int`): Of the bootstrap.
-
-    Returns:
-        `dict`: The mean of the metric by arm; `n_documents`, where several questions are about one context; of two or
-        more documents `intervals`; `share_of_native`; `better_by`, by how much `translated` is
-        better than a control, paired; `native_minus_no_context` and `counts`, whether its interval excludes 0;
-        `answer_nll`, likewise, with `recovery`; `categories`, where there are several; `answers_longer_than_cut`, how
-        many first answers are longer, in the target's tokens, than what is generated of one, if there are any.
-    """
-    items = questions.items
-    clusters = [question.group for question in items]
-    values = _columns(results, items, task.metric)
-    nll = _columns({arm: rows for arm, rows in results.items() if find_arm(arm).reader == "target"}, items, "nll")
-    figures: dict[str, Any] = {"metric": task.metric, "version": task.version, "n": len(items)}
-    counts = {"too_long": questions.too_long, "truncated": questions.truncated}
-    if any("answer" in result for rows in results.values() for result in rows.values()):
-        long = [question for question in items if len(question.answer_ids[question.gold]) > task.max_new_tokens]
-        counts["answers_longer_than_cut"] = len(long)
-    figures |= {name: count for name, count in counts.items() if count}
-    figures |= {arm: column.mean().item() for arm, column in values.items()}
-    if not task.closed:
-        figures["em"] = {arm: column.mean().item() for arm, column in _columns(results, items, "em").items()}
-    documents = len(set(clusters))
-    if documents < len(items):
-        figures["n_documents"] = documents
-    if documents > 1:
-        intervals = {arm: mean_with_interval(column, seed, clusters) for arm, column in values.items()}
-        figures["intervals"] = {arm: {"low": own["low"], "high": own["high"]} for arm, own in intervals.items()}
-    if "native" in values and values["native"].mean() > 0:
-        figures["share_of_native"] = {
-            arm: (column.mean() / values["native"].mean()).item() for arm, column in values.items() if arm != "native"
-        }
-    if documents > 1 and {"native", "no_context"} <= values.keys():
-        difference = mean_with_interval(values["native"] - values["no_context"], seed, clusters)
-        figures["native_minus_no_context"] = difference
-        figures["counts"] = difference["low"] > 0 or difference["high"] < 0
-    figures |= better_by(values, seed, clusters)
-    figures["answer_nll"] = _nll_figures(nll, seed, clusters)
-    categories = dict.fromkeys(question.example.category for question in items)
-    if len(categories) > 1:
-        figures["categories"] = {
-            category: _category(values, [question.example.category == category for question in items])
-            for category in sorted(categories, key=str)
-        }
-    return figures
-
-
-def _columns(results, items: Sequence[Question], key: str) -> dict[str, torch.Tensor]:
-    return {
-        arm: torch.tensor([rows[item.id][key] for item in items], dtype=torch.float64) for arm, rows in results.items()
-    }
-
-
-def _nll_figures(nll: dict[str, torch.Tensor], seed: int, clusters) -> dict[str, Any]:
-    figures: dict[str, Any] = {arm: column.mean().item() for arm, column in nll.items()}
-    recoveries, notes = {}, []
-    for arm in nll:
-        if arm in ("native", "no_context"):
-            continue
-        figure, note = compare(nll, "recovery", arm, seed=seed, clusters=clusters)
-        recoveries |= {arm: figure} if figure else {}
-        notes += [note] if note and arm == "translated" else []
-    if "translated" in recoveries:
-        figures["recovery"] = recoveries["translated"]
-    if recoveries:
-        figures["recoveries"] = recoveries
-    return figures | better_by(nll, seed, clusters, sign=-1) | ({"notes": notes} if notes else {})
-
-
-def _category(values: dict[str, torch.Tensor], members: list[bool]) -> dict[str, Any]:
-    index = torch.tensor(members)
-    return {"n": sum(members), **{arm: column[index].mean().item() for arm, column in values.items()}}

@@ -13,7 +13,9 @@ from transformers.utils import logging
 from hf_mot.alignment_mot import decode_with_spans
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.evaluation.answers import read_on
-from hf_mot.evaluation.arms import ARMS, Batch, Models
+from hf_mot.evaluation.arms import ARMS
+from hf_mot.evaluation.batch import Batch, Models
+from hf_mot.layers_mot import input_device
 
 logger = logging.get_logger(__name__)
 
@@ -97,7 +99,7 @@ def read_requests(
     members = sorted(groups.values(), key=lambda indices: -len(requests[indices[0]].context_ids))
     contexts = [requests[indices[0]] for indices in members]
     others = contexts[1:] + contexts[:1]
-    if len(contexts) == 1 and (ARMS[arm].wrong or arm == "wrong_source"):
+    if len(contexts) == 1 and ARMS[arm].needs_other:
         raise ValueError(f"`arm` is {arm}, which needs at least 2 contexts, got 1. Give more, or choose another arm.")
     for places in chunks(range(len(members)), batch_size):
         other = [others[place] for place in places]
@@ -108,7 +110,7 @@ def read_requests(
             yield _read_prompts(
                 models, cache.rows(torch.tensor([row for row, _ in part])), requests, [i for _, i in part]
             )
-    device = models.target.get_input_embeddings().weight.device
+    device = input_device(models.target)
     for indices in chunks(whole, batch_size):
         nothing = TranslatedCache([], [], torch.ones(len(indices), 0, dtype=torch.long, device=device))
         yield _read_prompts(models, nothing, requests, indices)

@@ -8,11 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_mot.cache_mot import TranslatedCache
-from hf_mot.evaluation.arms import Models
+from hf_mot.evaluation.batch import Models
 from hf_mot.replay_mot import ReplayPlan
-
-# Arms that hold the right tokens, each where it belongs.
-SIMILARITIES = ("translated", "wrong_source", "no_source", "zero_cache", "random_cache", "raw_copy", "ridge")
 
 
 def first_layer(models: Models) -> int:

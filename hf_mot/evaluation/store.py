@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-# Alike for every translator of a pair, whatever the plan.
-SHARED_ARMS = ("native", "no_context", "native_wrong_document", "text_handoff", "source_alone")
-OF_TRANSLATOR = ("translator", "replay")  # the settings that make no difference to them
+from hf_mot.evaluation.arms import find_arm
+
+OF_TRANSLATOR = ("translator", "replay")  # the settings that make no difference to shared arms
 
 
 class ResultStore:
@@ -20,7 +20,7 @@ class ResultStore:
         path (`str` or `os.PathLike`, *optional*): The file; its folder must exist. By default results are in memory.
         overwrite (`bool`, *optional*, defaults to `False`): Starts anew, whatever is in the file.
         reuse (`str` or `os.PathLike`, *optional*): Such a file of another evaluation of the same pair, which is only
-            read: what no translator plays a part in (`SHARED_ARMS`) is taken from it.
+            read: what no translator plays a part in (arms that are `shared`) is taken from it.
 
     Raises:
         ValueError: If a file holds something else, or the one to reuse does not exist.
@@ -70,7 +70,7 @@ class ResultStore:
             return
         self._reused._check(part, settings, OF_TRANSLATOR)
         for arm, own in arms.items():
-            if arm in SHARED_ARMS:
+            if find_arm(arm).shared:
                 if f"{part}/{arm}" in self._reused._settings:
                     self._reused._check(f"{part}/{arm}", own, ())
                 known = self.results(part, arm)

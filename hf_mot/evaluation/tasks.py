@@ -1,6 +1,5 @@
 """Question-answering tasks: what one asks, how it is prompted and scored, and its examples from local files."""
 
-import difflib
 import gzip
 import json
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_mot.evaluation.original_formats import read_doc2dial, read_newsqa
+from hf_mot.names import did_you_mean
 
 _KEYS = ("id", "context", "question", "answers", "choices", "task")
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -57,6 +57,7 @@ class Task:
         version (`str`, *optional*, defaults to `"2"`): Changes with anything that changes a result: prompts, scoring,
             the reading of files. Results of two versions are never mixed.
         max_new_tokens (`int`, *optional*, defaults to 16): Length of a generated answer, at most.
+        title (`str`, *optional*): How reports call it.
         original (`Callable`, *optional*): Reads the rows from a folder with the files as their authors publish them.
     """
 
@@ -66,6 +67,7 @@ class Task:
     closed: bool = False
     version: str = "2"
     max_new_tokens: int = 16
+    title: str | None = None
     original: Callable[[Path], Iterator[dict[str, Any]]] | None = None
 
     @property
@@ -80,8 +82,8 @@ _YES_NO = (("is the sun a star", "yes"), ("do whales lay eggs", "no"))
 TASKS = {
     task.name: task
     for task in (
-        Task("squad", _EXTRACT, _FACTS),
-        Task("boolq", "Answer the question about the text above with yes or no.", _YES_NO, closed=True),
+        Task("squad", _EXTRACT, _FACTS, title="SQuAD"),
+        Task("boolq", "Answer the question about the text above with yes or no.", _YES_NO, closed=True, title="BoolQ"),
         Task(
             "pubmedqa",
             "Answer the question about the abstract above with yes, no or maybe.",
@@ -91,21 +93,24 @@ TASKS = {
                 ("Does tea prolong life?", "maybe"),
             ),
             closed=True,
+            title="PubMedQA",
         ),
         Task(
             "mmlu_redux",
             "Answer the question above with the text of the right choice.",
             (("What is 2 + 3?", "5"), ("Which planet is the largest?", "Jupiter")),
             closed=True,
+            title="MMLU-Redux",
         ),
-        Task("hotpotqa", _EXTRACT, _FACTS),
-        Task("hotpotqa_long", _EXTRACT, _FACTS),
-        Task("newsqa", _EXTRACT, _FACTS, original=read_newsqa),
+        Task("hotpotqa", _EXTRACT, _FACTS, title="HotpotQA"),
+        Task("hotpotqa_long", _EXTRACT, _FACTS, title="HotpotQA, long"),
+        Task("newsqa", _EXTRACT, _FACTS, title="NewsQA", original=read_newsqa),
         Task(
             "doc2dial",
             "Give the agent's next answer to the user with words of the text above.",
             (("user: When do you open?", "We open at nine on weekdays."),),
             max_new_tokens=64,
+            title="Doc2Dial",
             original=read_doc2dial,
         ),
     )
@@ -115,10 +120,14 @@ TASKS = {
 def find_task(name: str) -> Task:
     """The task of that name. Raises `ValueError` for an unknown one, with the one that was probably meant."""
     if name not in TASKS:
-        close = difflib.get_close_matches(str(name), TASKS, n=1)
-        hint = f"Did you mean {close[0]}? " if close else ""
+        hint = did_you_mean(name, TASKS)
         raise ValueError(f"`tasks` holds {name!r}, which is no task. {hint}Choose from {', '.join(TASKS)}.")
     return TASKS[name]
+
+
+def title_of(name: str) -> str:
+    """How reports call a task; by its name where there is no such task."""
+    return (TASKS[name].title if name in TASKS else None) or name
 
 
 def load_examples(folder: str | Path, name: str) -> list[Example]:

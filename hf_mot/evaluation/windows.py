@@ -143,3 +143,28 @@ def cut_windows(
             "documents or a smaller `context_length`."
         )
     return result
+
+
+def joined_window(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, prefix_ids: list[int], context_length: int
+) -> Window:
+    """
+    A window of any length, over documents that may each be shorter, to measure cost on.
+
+    Args:
+        documents, tokenizer, prefix_ids, context_length: As in [`cut_windows`].
+
+    Raises:
+        ValueError: If all documents together are shorter.
+    """
+    text = "\n\n".join(documents)[: 64 * context_length]  # no need to tokenise a whole corpus
+    # From four places, since the cut may fall within a character.
+    starts = [text[start:] for start in range(4)]
+    try:
+        found = cut_windows(starts, tokenizer, prefix_ids=prefix_ids, context_length=context_length, limit=1)
+    except ValueError as error:
+        raise ValueError(
+            f"`cost_context_length` is {context_length} tokens, more than all documents hold together. Give more text "
+            "or a smaller length."
+        ) from error
+    return found.windows[0]

@@ -4,8 +4,9 @@ from typing import Any
 
 from hf_mot.configuration_mot import MoTConfig
 from hf_mot.evaluation.curve_report import curve_table
-from hf_mot.evaluation.describe import describe_form, format_rank
+from hf_mot.evaluation.describe import describe_form, format_interval, format_rank
 from hf_mot.evaluation.gate import CONTROLS
+from hf_mot.evaluation.report import render_table
 from hf_mot.hub.handwriting import compose
 from hf_mot.hub.metadata import METRICS, front_matter, plain_front_matter
 
@@ -145,10 +146,9 @@ def _figures(evaluation: dict[str, Any]) -> list[str]:
     for arm, label in ARMS.items():
         if arm in evaluation["arms"]:
             figures = evaluation["arms"][arm]
-            recovery = _interval(figures["recovery"]) if "recovery" in figures else ""
-            rows.append(f"| {label} | {figures['nll']:.3f} | {recovery} |")
+            rows.append(f"| {label} | {figures['nll']:.3f} | {format_interval(figures.get('recovery'))} |")
     meanings = [
-        f"- **{metric.replace('_', ' ')} {_interval(evaluation[metric])}**: {meaning}"
+        f"- **{metric.replace('_', ' ')} {format_interval(evaluation[metric])}**: {meaning}"
         for metric, meaning in METRICS.items()
         if metric in evaluation
     ]
@@ -178,8 +178,7 @@ def _curve(config: MoTConfig, evaluation: dict[str, Any]) -> list[str]:
     ]
     if kept:
         said.append('`replay="auto:0.25"` takes the best plan within that share of FLOPs.')
-    table = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-    table += [f"| `{row[0]}` | {' | '.join(row[1:])} |" for row in rows]
+    table = render_table(head, [[f"`{plan}`", *cells] for plan, *cells in rows])
     return ["## Replay plans", " ".join(said), "\n".join(table)]
 
 
@@ -201,7 +200,7 @@ def _tasks(evaluation: dict[str, Any]) -> list[str]:
 def _figure(figure: float | dict[str, float] | None) -> str:
     if figure is None:
         return ""
-    return _interval(figure) if isinstance(figure, dict) else f"{figure:.3f}"
+    return format_interval(figure) if isinstance(figure, dict) else f"{figure:.3f}"
 
 
 def _gate(evaluation: dict[str, Any]) -> list[str]:
@@ -217,10 +216,6 @@ def _gate(evaluation: dict[str, Any]) -> list[str]:
     reasons = [f"- {reason}" for reason in gate["reasons"]]
     judged = f"{verdict}, judged on {', '.join(gate['judged_on']) or 'nothing'}."
     return ["## Gate", rule, judged, *(["\n".join(reasons)] if reasons else [])]
-
-
-def _interval(figure: dict[str, float]) -> str:
-    return f"{figure['value']:.2f} [{figure['low']:.2f}, {figure['high']:.2f}]"
 
 
 def _cost(evaluation: dict[str, Any]) -> list[str]:

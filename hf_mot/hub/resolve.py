@@ -1,6 +1,5 @@
 """Models, tokenizers and translators by name: a Hub id, a local directory, a GGUF file, or a packaged model."""
 
-import difflib
 import os
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from transformers import (
 from transformers.utils.hub import extract_commit_hash
 
 from hf_mot.hub.packaged import PACKAGED_MODELS, gguf_arguments, packaged_model
+from hf_mot.names import closest
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _GGUF_MAGIC = b"GGUF"
@@ -149,8 +149,8 @@ def _locate(name: str | os.PathLike) -> tuple[str, Path | None]:
     if _is_path(name):
         raise FileNotFoundError(f"{name} does not exist. Check the path, or give a Hub id (owner/name).")
     if str(name).startswith("demo/"):
-        close = difflib.get_close_matches(str(name), PACKAGED_MODELS, n=1)
-        hint = f"Did you mean {close[0]}?" if close else f"There are {' and '.join(PACKAGED_MODELS)}."
+        close = closest(name, PACKAGED_MODELS)
+        hint = f"Did you mean {close}?" if close else f"There are {' and '.join(PACKAGED_MODELS)}."
         raise ValueError(f"{name} is no model of the demo. {hint}")
     return str(name), None
 
