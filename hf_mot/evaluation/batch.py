@@ -83,7 +83,7 @@ class Models:
         return plan if inputs.guidance else plan.unguided
 
     def assemble(self, translator: PreTrainedModel, output: Any, inputs: TranslationInputs) -> TranslatedCache:
-        """The target's cache of translated states, by the plan; a rival does not tell which of its tokens are wrong."""
+        """The target's cache of translated states, by the plan; rivals do not tell which tokens are uncertain."""
         plan = self.plan(inputs)
         plan = plan.unpredicted if output.log_error is None else plan
         return translator.assemble(output, inputs, self.target, plan)
