@@ -4,16 +4,15 @@ Shapes: keys and values are `[batch, kv_heads, seq, head_dim]`, ids and masks `[
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import ModelOutput
 
 from .cache_mot import TranslatedCache
-from .capture_mot import prefill, split_layers
+from .capture_mot import prefill
 from .configuration_mot import MoTConfig
 from .contract_mot import check_model
 from .generation_mot import attach
@@ -27,21 +26,7 @@ from .rows_mot import check_rows
 from .sparse_mot import sparse_way
 from .translators_mot import build_translator
 from .translators_norm_mot import KeyNorm
-
-
-@dataclass
-class MoTOutput(ModelOutput):
-    """
-    Output of [`MoTModel`].
-
-    Args:
-        key_states (`tuple[torch.Tensor, ...]`): Keys per translated target layer, position-free unless the config
-            says otherwise (`position_free`).
-        value_states (`tuple[torch.Tensor, ...]`): Values per translated target layer.
-    """
-
-    key_states: tuple[torch.Tensor, ...] | None = None
-    value_states: tuple[torch.Tensor, ...] | None = None
+from .translators_output_mot import MoTOutput, layer_width, split_output
 
 
 class MoTModel(MoTPreTrainedModel):
@@ -334,26 +319,23 @@ class MoTModel(MoTPreTrainedModel):
             attention_mask = attention_mask.to(own.device)
         layers = [layer_idx for layer_idx in self.target_layers if layer_idx >= first_layer]
         left_out = self.target_layers[: len(self.target_layers) - len(layers)]
-        skipped = sum(self.target_geometry.layers[layer_idx].width for layer_idx in left_out)
+        geometry, restored = self.target_geometry, self.config.restored_layers
+        skipped = sum(layer_width(geometry, restored, layer_idx) for layer_idx in left_out)
         states = self.translator(
             source_states, embeddings, attention_mask, start=skipped, target_hidden_states=target_hidden_states
         )
-        key_states, value_states = split_layers(states, self.target_geometry, layers)
-        normed = [
-            self.key_norms[str(layer_idx)](keys) if str(layer_idx) in self.key_norms else keys
-            for layer_idx, keys in zip(layers, key_states, strict=True)
-        ]
-        return MoTOutput(key_states=tuple(normed), value_states=value_states)
+        return split_output(states, geometry, layers, restored, self.key_norms)
 
     def assemble(
         self, output: MoTOutput, inputs: TranslationInputs, target: PreTrainedModel, plan: ReplayPlan | None = None
     ) -> TranslatedCache:
         """Makes the target's cache of translated states, and attaches the target. Gradients flow through it."""
-        layers = self.target_layers[len(self.target_layers) - len(output.key_states) :]  # all, or the upper ones
+        states = output.by_layer(self.target_layers, self.config.restored_layers)
         cache = replay(
             ReplayPlan() if plan is None else plan,
-            dict(zip(layers, output.key_states, strict=True)),
-            dict(zip(layers, output.value_states, strict=True)),
+            states.key_states,
+            states.value_states,
+            attention_inputs=states.attention_inputs,
             target=target,
             contract=self.config.target,
             position_free=self.config.position_free,

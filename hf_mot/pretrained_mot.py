@@ -51,10 +51,13 @@ class MoTPreTrainedModel(PreTrainedModel):
             ("source_layers", config.source_layers, self.source_geometry),
             ("target_layers", config.target_layers or [], self.target_geometry),
             ("key_norms", config.key_norms, self.target_geometry),
+            ("restored_layers", config.restored_layers, self.target_geometry),
         ):
             depth = len(geometry.layers)
             if not set(layers) <= set(range(depth)):
                 raise ValueError(f"`{name}` must lie in 0..{depth - 1}, got {layers}.")
+        if config.restored_layers and self.target_geometry.hidden_dim is None:
+            raise ValueError(f"`restored_layers` is {config.restored_layers}, but {self._no_hidden_dim}")
         if config.piece_ranks is not None and len(config.piece_ranks) != len(self.target_layers):
             raise ValueError(
                 f"`piece_ranks` must be [keys, values] for each of the {len(self.target_layers)} target layers that "
@@ -85,11 +88,15 @@ class MoTPreTrainedModel(PreTrainedModel):
                 f"read: nothing would compute those above, got {self.target_layers}."
             )
         if self.target_geometry.hidden_dim is None:
-            raise ValueError(
-                f"`target_hidden_layer` is {layer_idx}, but the layers of this target "
-                f"({self.config.target['model_type']}) do not each get one hidden state a token, or its contract is "
-                "of an earlier release and does not tell. Make the contract anew, or leave the field out."
-            )
+            raise ValueError(f"`target_hidden_layer` is {layer_idx}, but {self._no_hidden_dim}")
+
+    @property
+    def _no_hidden_dim(self) -> str:
+        return (
+            f"the layers of this target ({self.config.target['model_type']}) do not each get one hidden state a "
+            "token, or its contract is of an earlier release and does not tell. Make the contract anew, or leave the "
+            "field out."
+        )
 
     @property
     def target_layers(self) -> list[int]:
@@ -177,7 +184,7 @@ class MoTPreTrainedModel(PreTrainedModel):
         if path is None:
             raise ValueError("This translator has no linear path to load. Set `linear_path` or `trunk` in its config.")
         for field in (
-            *("source_layers", "target_layers", "rank", "piece_ranks"),
+            *("source_layers", "target_layers", "restored_layers", "rank", "piece_ranks"),
             *("source_window", "embedding_window", "target_hidden_layer", "position_free", "key_norms"),
         ):
             came, own = getattr(closed_form.config, field), getattr(self.config, field)

@@ -220,13 +220,17 @@ class ReplayPlan:
 
     def target_flops(self, config: MoTConfig, context_length: int) -> int:
         """What the target computes of `flops`: a native prefill, without its upper layers over the tokens that are
-        translated. More `tokens` than there are count as all."""
+        translated, and what restores layers of these. More `tokens` than there are count as all."""
         geometry = ModelGeometry.from_dict(config.target["geometry"])
-        native = native_flops(geometry, context_length)
+        native, translated = native_flops(geometry, context_length), max(context_length - self.tokens, 0)
+        first, last = self.window or (0, len(geometry.layers) - 1)
+        injected = [idx for idx in config.restored_layers if max(first, self.bottom) <= idx <= last]
+        restored = sum(projection_flops(geometry, translated, idx) for idx in injected)
         if self.kind == "full":
-            return native - len(self.sparse_layers(_windows(geometry))) * self._unseen_flops(geometry, context_length)
-        translated = max(context_length - self.tokens, 0)
-        return native - native_flops(geometry, translated) + bottom_flops(geometry, translated, self.bottom)
+            unseen = len(self.sparse_layers(_windows(geometry))) * self._unseen_flops(geometry, context_length)
+            return native - unseen + restored
+        bottom = bottom_flops(geometry, translated, self.bottom)
+        return native - native_flops(geometry, translated) + bottom + restored
 
     def _unseen_flops(self, geometry: ModelGeometry, context_length: int) -> int:
         """What a layer of `sparse` saves."""
@@ -258,6 +262,12 @@ def bottom_flops(geometry: ModelGeometry, context_length: int, layers: int) -> i
     equal share of `native_flops`, and of the last its projections, queries included."""
     if layers == 0:
         return 0
-    projections = geometry.embedding_dim * (geometry.layers[layers - 1].width + geometry.attention_dim)
     below = native_flops(geometry, context_length) * (layers - 1) // len(geometry.layers)
-    return below + 2 * context_length * projections
+    return below + projection_flops(geometry, context_length, layers - 1)
+
+
+def projection_flops(geometry: ModelGeometry, context_length: int, layer_idx: int) -> int:
+    """FLOPs (2 × MACs) of what makes the keys and values of a layer of the input of its attention: its projections,
+    queries included."""
+    width = geometry.layers[layer_idx].width + geometry.attention_dim
+    return 2 * context_length * (geometry.hidden_dim or geometry.embedding_dim) * width

@@ -14,6 +14,7 @@ from .capture_mot import prefill
 from .compat_mot import layer_windows, run_decoder
 from .geometry_mot import ModelGeometry
 from .replay_mot import ReplayPlan
+from .restore_mot import restore
 from .rows_mot import positions_from_mask
 from .sparse_mot import sparse_attention
 
@@ -62,6 +63,7 @@ def replay(
     key_states: Mapping[int, torch.Tensor],
     value_states: Mapping[int, torch.Tensor],
     *,
+    attention_inputs: Mapping[int, torch.Tensor] | None = None,
     target: PreTrainedModel,
     contract: dict[str, Any],
     position_free: bool = True,
@@ -78,6 +80,8 @@ def replay(
         plan ([`ReplayPlan`]): What the target computes.
         key_states, value_states (`Mapping[int, torch.Tensor]`): Translated states by target layer. Layers and last
             tokens that the plan leaves to the target are not read.
+        attention_inputs (`Mapping[int, torch.Tensor]`, *optional*): By target layer, what goes into its attention,
+            `[batch, seq, hidden]`, of layers whose keys and values the target restores from that.
         target (`PreTrainedModel`): The target model; its parameters are not changed.
         contract (`dict`): The target's contract, `config.target`.
         position_free (`bool`, *optional*, defaults to `True`): Whether the keys are without positions, to be put on.
@@ -108,12 +112,17 @@ def replay(
     if translated == 0:  # the target has no prefix and runs all tokens
         return filled(_states(prefill(target, ids, mask)), mask)
 
-    injected = plan.layers(sorted(key_states), len(geometry.layers))
+    activations = attention_inputs or {}
+    injected = plan.layers(sorted({*key_states, *activations}), len(geometry.layers))
     first = ids[:, :translated], mask[:, :translated], positions[:, :translated]
-    states = {idx: (key_states[idx][:, :, :translated], value_states[idx][:, :, :translated]) for idx in injected}
+    activations = {idx: activations[idx][:, :translated] for idx in injected if idx in activations}
+    restored = restore(target, activations, first[0], *(() if bool(first[1].all()) else first[1:]))
 
-    def placed(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> _States:
-        return geometry.apply_positions(layer_idx, keys, values, first[2]) if position_free else (keys, values)
+    def placed(layer_idx: int, **place: Any) -> _States:
+        if layer_idx in restored:
+            return restored[layer_idx]
+        pair = (states[layer_idx][:, :, :translated].to(**place) for states in (key_states, value_states))
+        return geometry.apply_positions(layer_idx, *pair, first[2]) if position_free else tuple(pair)
 
     if plan.kind == "full":
         windows = geometry.windows or layer_windows(target.config.get_text_config())[: len(geometry.layers)]
@@ -123,7 +132,7 @@ def replay(
         # The layers of a group share what they are guided by, also when it is narrowed.
         narrowed = {id(part): part[..., : plan.sparse] for part in (guidance or {}).values()}
         sparse = {idx: narrowed[id(guidance[idx])] for idx in sparse_layers}
-        placed_states = {idx: placed(idx, *pair) for idx, pair in states.items()}
+        placed_states = {idx: placed(idx, dtype=weight.dtype) for idx in injected}
         with sparse_attention(target, sparse):
             layers = _injected(placed_states, target, prefix_ids, *first)
     else:
@@ -136,12 +145,12 @@ def replay(
                 f"{[tuple(keys.shape) for keys, _ in bottom_states]}. Take them from read_target with this plan."
             )
         layers = list(bottom_states)
-        prefix = prefill(target, torch.tensor([prefix_ids])) if prefix_ids and states else None
-        for layer_idx, pair in states.items():
+        prefix = prefill(target, torch.tensor([prefix_ids])) if prefix_ids and injected else None
+        for layer_idx in injected:
             native = None if prefix is None else prefix.layers[layer_idx]
             # Under a device map each layer lives where the target put it.
             device = weight.device if native is None else native.keys.device
-            pair = placed(layer_idx, *(part.to(device=device, dtype=weight.dtype) for part in pair))
+            pair = placed(layer_idx, device=device, dtype=weight.dtype)
             layers.append(pair if native is None else _with_prefix(pair, native, *first[1:]))
     cache = filled(layers, first[1])
     return filled(_read_on(target, cache, ids, mask, positions), mask) if plan.tokens else cache

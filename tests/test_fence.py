@@ -27,6 +27,7 @@ ORDER = (
     "translators_mot",
     "cache_mot",
     "sparse_mot",
+    "restore_mot",
     "replay_mot",
     "generation_mot",
     "pretrained_mot",

@@ -87,6 +87,7 @@ def refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):
         source_layers=[],
         embedding_window=config.embedding_window,
         target_hidden_layer=config.target_hidden_layer,
+        restored_layers=config.restored_layers,
         key_norms="key_norms" in report,  # an empty list where the target's keys share no length
         **options,
     ).translator

@@ -3,7 +3,7 @@
 import itertools
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +17,11 @@ from ..contract_mot import describe_model
 from ..data import iterate_documents
 from ..geometry_mot import ModelGeometry
 from ..modeling_mot import MoTModel
+from ..restore_mot import attention_inputs
 from ..rows_mot import causal_window, positions_from_mask
 from .key_metric import KeyMetric
 from .norms import KeyLengths
+from .weights import output_blocks
 from .windows import SHUFFLE_BUFFER, Window, calibration_windows, characters_per_token, shuffled
 
 SAMPLE_TOKENS = 8_192  # for the choice of layers, and again, held out, for the ridge strength
@@ -32,6 +34,8 @@ class Pair:
 
     Attributes:
         target_hidden_layer (`int`, *optional*): The target layer whose input is read. Those above are fitted alone.
+        restored_layers (`Sequence[int]`): The target layers of which the input of the attention is fitted in place of
+            keys and values.
         fitted_geometry ([`ModelGeometry`]): The target's, with the layers that are fitted alone.
     """
 
@@ -41,6 +45,7 @@ class Pair:
     target_tokenizer: PreTrainedTokenizerBase
     seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0})
     target_hidden_layer: int | None = None
+    restored_layers: Sequence[int] = ()
     key_metric: KeyMetric | None = None
     key_lengths: tuple[KeyLengths, list[torch.Tensor]] | None = None
 
@@ -59,6 +64,16 @@ class Pair:
         return 0 if self.target_hidden_layer is None else self.target_hidden_layer + 1
 
     @property
+    def restored(self) -> list[int]:
+        """The places of `restored_layers` in `fitted_geometry`."""
+        return [layer_idx - self.first_layer for layer_idx in self.restored_layers]
+
+    @property
+    def output_blocks(self) -> list[int]:
+        """Widths of the blocks of a row of outputs."""
+        return output_blocks(self.fitted_geometry, self.restored)
+
+    @property
     def beside_dims(self) -> list[int]:
         """Widths of what an embedding window of one token and the hidden state add to the source's features."""
         hidden = 0 if self.target_hidden_layer is None else self.target_geometry.hidden_dim
@@ -67,6 +82,7 @@ class Pair:
     def config(self, **kwargs: Any) -> MoTConfig:
         """A config for these models, of the layers that are fitted."""
         own: dict[str, Any] = {"source": self.source_contract, "target": self.target_contract}
+        own |= {"restored_layers": list(self.restored_layers)}
         if self.target_hidden_layer is not None:
             layers = range(self.first_layer, len(self.target_geometry.layers))
             own |= {
@@ -91,8 +107,8 @@ class Pair:
     @torch.no_grad()
     def rows(self, shell: MoTModel, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Features (source states of the `source_window`, then the embedding window, then the target's hidden state)
-        and outputs (the target's own position-free states of the layers that are fitted) of every context token:
-        `[tokens, features]`, `[tokens, outputs]`, on the CPU in fp32."""
+        and outputs (the target's own position-free states of the layers that are fitted, or what goes into their
+        attention) of every context token: `[tokens, features]`, `[tokens, outputs]`, on the CPU in fp32."""
         started = time.perf_counter()
         cache, source_ids, source_mask = shell.read_source(texts, self.source, self.source_tokenizer)
         self.seconds["forward"] += time.perf_counter() - started
@@ -107,10 +123,16 @@ class Pair:
         )
         started = time.perf_counter()
         hidden_layer = shell.config.target_hidden_layer
-        target_cache = prefill(self.target, inputs.target_ids, inputs.target_mask, hidden_layer=hidden_layer)
+        with attention_inputs(self.target, self.restored_layers) as shown:
+            target_cache = prefill(self.target, inputs.target_ids, inputs.target_mask, hidden_layer=hidden_layer)
         self.seconds["forward"] += time.perf_counter() - started
         positions = positions_from_mask(inputs.target_mask)
-        outputs = source_states(target_cache, self.target_geometry, shell.target_layers, positions)
+        outputs = [
+            shown[layer_idx][0]
+            if layer_idx in shown
+            else source_states(target_cache, self.target_geometry, [layer_idx], positions)
+            for layer_idx in shell.target_layers
+        ]
         # Pads and the natively run prefix are not translated.
         kept = inputs.target_mask.bool() & (positions >= len(self.target_contract["prefix_ids"]))
         read = (inputs.source_states, inputs.embeddings, target_cache.hidden_states)
@@ -118,7 +140,7 @@ class Pair:
         if inputs.source_states is not None:
             features[0] = causal_window(features[0], inputs.target_mask, shell.config.source_window)
         x = torch.cat([part.cpu()[kept].float() for part in features], dim=-1)
-        return x, outputs.cpu()[kept].float()
+        return x, torch.cat([part.cpu()[kept].float() for part in outputs], dim=-1)
 
     def in_metric(self, outputs: torch.Tensor) -> torch.Tensor:
         """Outputs `[tokens, outputs]` in the coordinates that errors are measured in."""
