@@ -100,6 +100,16 @@ def replaced_layers(model: PreTrainedModel, instead: Callable[[int, Callable, An
                     vars(layer).pop("forward", None)
 
 
+def require_read(missed: Collection[int]) -> None:
+    """Raises `RuntimeError` for layers that were run and handed nothing to the cache. Gradient checkpointing in
+    training mode, for one, takes the cache away without a word."""
+    if missed:
+        raise RuntimeError(
+            f"The target ran past the cache in its layers {sorted(missed)}. Turn gradient checkpointing off and put "
+            "the target in eval mode."
+        )
+
+
 @torch.no_grad()
 def probe_hidden_dim(model: PreTrainedModel) -> int | None:
     """The width of what goes into each decoder layer, found by running a few tokens; `None` where that is not one

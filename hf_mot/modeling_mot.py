@@ -22,6 +22,7 @@ from .pretrained_mot import MoTPreTrainedModel
 from .replay_auto_mot import choose_plan, is_auto
 from .replay_mot import ReplayPlan
 from .replay_run_mot import read_bottom, replay
+from .resume_mot import check_resumable
 from .rows_mot import check_rows
 from .sparse_mot import sparse_way
 from .translators_mot import build_translator
@@ -85,9 +86,9 @@ class MoTModel(MoTPreTrainedModel):
             text (`str` or list of `str`, *optional*): The context's text; by default the decoded source ids.
             replay (`str` or [`ReplayPlan`], *optional*): What the target computes itself: `"none"`, `"full"`,
                 `"sparse:128"` (as `"full"`, but that it looks where the source has looked most), `"bottom:6"` (its
-                first layers), `"tokens:32"` (the last tokens), `"bottom:6+tokens:32"`; by default what the translator
-                was made for, `config.replay`. `"auto:0.25"` (of native FLOPs) or `"auto:recovery=0.9"` chooses by the
-                translator's measured curve, see [`choose_plan`].
+                first layers), `"tokens:32"` (the last tokens), `"bottom:6+tokens:32"`, `"resume:5"` (the layers above,
+                from a translated state); by default what the translator was made for, `config.replay`. `"auto:0.25"`
+                (of native FLOPs) or `"auto:recovery=0.9"` chooses by the measured curve, see [`choose_plan`].
             guidance ([`Guidance`], *optional*): Where the source has looked, as [`guide`] tells, for `"sparse:128"`: a
                 ready cache does not tell. By default what came with a cache of [`read_source`].
             allow_variant (`bool`, *optional*, defaults to `False`): Accepts a source or target that is the
@@ -146,6 +147,8 @@ class MoTModel(MoTPreTrainedModel):
         plan = self.plan(replay, shortest)
         if plan.sparse:
             sparse_way(target)  # refuses a target that cannot, before the source reads
+        if plan.resume is not None:
+            check_resumable(target, self.target_geometry)
         cache, source_ids, source_mask = self.read_source(texts, source, source_tokenizer, allow_variant, plan=plan)
         return self.translate(
             cache,
@@ -218,10 +221,16 @@ class MoTModel(MoTPreTrainedModel):
             prefix=len(self.config.target["prefix_ids"]),
             target_ids=inputs.target_ids,
             target_mask=inputs.target_mask,
-            hidden_layer=self.config.target_hidden_layer,
+            hidden_layer=self._hidden_layer(plan),
         )
         read = replace(inputs, bottom_states=states, target_hidden_states=hidden)
         return read.to(next(self.parameters(), None))
+
+    def _hidden_layer(self, plan: ReplayPlan) -> int | None:
+        """The target layer whose native input is read. An identity hands that through which a plan resumes from."""
+        if self.config.method == "identity" and plan.resume is not None:
+            return plan.resume + 1
+        return self.config.target_hidden_layer
 
     def plan(
         self, replay: str | ReplayPlan | None = None, context_length: int | None = None, guided: bool = True
@@ -251,7 +260,20 @@ class MoTModel(MoTPreTrainedModel):
 
     def _check_reads(self, plan: ReplayPlan) -> None:
         """Refuses a plan in which the target does not compute the hidden state that is read, or not of all tokens."""
-        layer_idx = self.config.target_hidden_layer
+        layer_idx, resumed = self.config.target_hidden_layer, self.config.resume_layer
+        if plan.resume is not None and resumed != plan.resume + 1 and self.config.method != "identity":
+            given = "no input of a layer" if resumed is None else f"that of layer {resumed}"
+            way_out = "Fit one with" if resumed is None else f"Pass replay='resume:{resumed - 1}', or fit one with"
+            raise ValueError(
+                f"`replay` is {plan}, by which the target runs from the input of its layer {plan.resume + 1}, but "
+                f"this translator gives {given}. {way_out} `resume_layer` {plan.resume + 1}."
+            )
+        if resumed is not None and plan.kind == "none" and plan.resume is None:
+            raise ValueError(
+                f"`replay` is {plan}, but this translator gives the input of layer {resumed} of the target "
+                f"(`resume_layer`), which then has to run from there. Pass replay='resume:{resumed - 1}' or "
+                f"'resume:{resumed - 1}+tokens:32'."
+            )
         if layer_idx is None:
             return
         if plan.bottom <= layer_idx:
@@ -336,6 +358,7 @@ class MoTModel(MoTPreTrainedModel):
             states.key_states,
             states.value_states,
             attention_inputs=states.attention_inputs,
+            hidden_states=output.hidden_states,
             target=target,
             contract=self.config.target,
             position_free=self.config.position_free,

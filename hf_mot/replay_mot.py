@@ -18,6 +18,7 @@ _FORMS = {
     "sparse": r"sparse:[1-9]\d*(/\d+)?",
     "bottom": r"bottom:[1-9]\d*",
     "tokens": r"tokens:[1-9]\d*",
+    "resume": r"resume:\d+",
 }
 FULL_LAYERS = 2  # by default, of a sparse plan
 KEPT_WINDOW = 4  # times the sparse positions: looking up single keys costs some times more than a row of them
@@ -47,6 +48,9 @@ class ReplayPlan:
             times as many keep that instead. 0: to all.
         full_layers (`int`, *optional*, defaults to 2):
             With `sparse`, so many of the target's first layers attend to all tokens (the paper's L_full).
+        resume (`int`, *optional*):
+            The target runs the layers above this one over the context, from a hidden state that is translated beside
+            the keys and values of the others, this one included.
 
     Raises:
         `ValueError`: negative counts, or parts that exclude each other.
@@ -58,6 +62,7 @@ class ReplayPlan:
     tokens: int = 0
     sparse: int = 0
     full_layers: int = FULL_LAYERS
+    resume: int | None = None
 
     def __post_init__(self):
         if self.bottom < 0 or self.tokens < 0:
@@ -66,6 +71,11 @@ class ReplayPlan:
             raise ValueError(
                 "`replay` full and sparse run all layers over all tokens, so bottom and tokens do not go with them, "
                 f"got {self}. Leave out either."
+            )
+        if self.resume is not None and (self.resume < 0 or self.kind == "full" or self.bottom):
+            raise ValueError(
+                "`resume` of a plan must be a layer, from 0, and those above it are run from a translated state, so "
+                f"full, sparse and bottom do not go with it, got {self}. Leave out either."
             )
         if min(self.sparse, self.full_layers) < 0 or (self.sparse and self.kind != "full"):
             raise ValueError(
@@ -77,7 +87,8 @@ class ReplayPlan:
     def parse(cls, plan: "str | ReplayPlan") -> "ReplayPlan":
         """Reads a plan from its name: `"none"`, `"full"` or, with a channel window, `"full:6-11"`; `"sparse:128"`,
         with other full layers than two `"sparse:128/4"`, with a window `"full:6-11+sparse:128"`; `"bottom:6"`,
-        `"tokens:32"`, or both as `"bottom:6+tokens:32"`. Raises `ValueError` for an unknown one."""
+        `"tokens:32"`, or both as `"bottom:6+tokens:32"`; `"resume:5"`, `"resume:5+tokens:32"`. Raises `ValueError` for
+        an unknown one."""
         if isinstance(plan, cls):
             return plan
         given: dict[str, list[int]] = {}
@@ -87,20 +98,23 @@ class ReplayPlan:
                 raise ValueError(
                     "`replay` must be one of none, full, full:6-11 (the layers to inject), sparse:128 (so many "
                     "positions per token, from 1) or sparse:128/2 (but in so many first layers), bottom:6 (so many "
-                    "first layers are native), tokens:32 (so many last tokens are; both from 1) or "
-                    f"bottom:6+tokens:32, got {plan!r}."
+                    "first layers are native), tokens:32 (so many last tokens are; both from 1), "
+                    "bottom:6+tokens:32, or resume:5 (the layers above run from a translated state; with tokens too), "
+                    f"got {plan!r}."
                 )
             given[name] = [int(number) for number in re.findall(r"\d+", part)]
         if "none" in given and len(given) > 1:
             raise ValueError(f"`replay` none runs nothing natively, so no part goes with it, got {plan!r}. Drop none.")
         window = tuple(given.get("full", ())) or None
-        counts = {name: given[name][0] for name in ("bottom", "tokens") if name in given}
+        counts = {name: given[name][0] for name in ("bottom", "tokens", "resume") if name in given}
         if "sparse" in given:
             counts |= dict(zip(("sparse", "full_layers"), given["sparse"], strict=False))
         return cls("full" if {"full", "sparse"} & given.keys() else "none", window, **counts)
 
     def __str__(self) -> str:
         parts = [f"{name}:{count}" for name in ("bottom", "tokens") if (count := getattr(self, name))]
+        if self.resume is not None:
+            parts.insert(0, f"resume:{self.resume}")
         if self.sparse:
             parts.insert(0, f"sparse:{self.sparse}" + f"/{self.full_layers}" * (self.full_layers != FULL_LAYERS))
         if self.kind == "full" and not (self.sparse and self.window is None):
@@ -110,7 +124,7 @@ class ReplayPlan:
     @property
     def runs_target(self) -> bool:
         """Whether the target runs over any of the context."""
-        return self.kind == "full" or self.bottom > 0 or self.tokens > 0
+        return self.kind == "full" or self.bottom > 0 or self.tokens > 0 or self.resume is not None
 
     @property
     def unguided(self) -> "ReplayPlan":
@@ -141,6 +155,8 @@ class ReplayPlan:
             )
         if self.bottom == depth:
             return range(depth, depth)
+        if self.resume is not None:
+            return self._below(translated, depth)
         first, last = (translated[0], translated[-1]) if self.window is None else self.window
         if not translated[0] <= first <= last <= translated[-1]:
             raise ValueError(
@@ -154,6 +170,20 @@ class ReplayPlan:
                 + (f" or replay='bottom:{first}'." if last == depth - 1 else ".")
             )
         return range(max(first, self.bottom), last + 1)
+
+    def _below(self, translated: Sequence[int], depth: int) -> range:
+        """The layers below those that `resume` runs."""
+        if self.resume > depth - 2:
+            raise ValueError(
+                f"`replay` {self} runs the layers above {self.resume} of the target, but it has {depth}, from 0. "
+                f"Choose from resume:0 to resume:{depth - 2}."
+            )
+        if not translated[0] == 0 <= self.resume <= translated[-1]:
+            raise ValueError(
+                f"`replay` {self} needs layers 0-{self.resume} of the target, but the translator gives layers "
+                f"{translated[0]}-{translated[-1]}."
+            )
+        return range(self.resume + 1)
 
     def translated_tokens(self, attention_mask: torch.Tensor, prefix: int) -> int:
         """
@@ -220,17 +250,20 @@ class ReplayPlan:
 
     def target_flops(self, config: MoTConfig, context_length: int) -> int:
         """What the target computes of `flops`: a native prefill, without its upper layers over the tokens that are
-        translated, and what restores layers of these. More `tokens` than there are count as all."""
+        translated, and what restores layers of these or runs from a translated state. More `tokens` than there are
+        count as all."""
         geometry = ModelGeometry.from_dict(config.target["geometry"])
         native, translated = native_flops(geometry, context_length), max(context_length - self.tokens, 0)
-        first, last = self.window or (0, len(geometry.layers) - 1)
+        depth = len(geometry.layers)
+        first, last = self.window or (0, depth - 1 if self.resume is None else self.resume)
         injected = [idx for idx in config.restored_layers if max(first, self.bottom) <= idx <= last]
         restored = sum(projection_flops(geometry, translated, idx) for idx in injected)
         if self.kind == "full":
             unseen = len(self.sparse_layers(_windows(geometry))) * self._unseen_flops(geometry, context_length)
             return native - unseen + restored
-        bottom = bottom_flops(geometry, translated, self.bottom)
-        return native - native_flops(geometry, translated) + bottom + restored
+        run = bottom_flops(geometry, translated, self.bottom)
+        run += 0 if self.resume is None else resume_flops(geometry, translated, self.resume + 1)
+        return native - native_flops(geometry, translated) + run + restored
 
     def _unseen_flops(self, geometry: ModelGeometry, context_length: int) -> int:
         """What a layer of `sparse` saves."""
@@ -264,6 +297,14 @@ def bottom_flops(geometry: ModelGeometry, context_length: int, layers: int) -> i
         return 0
     below = native_flops(geometry, context_length) * (layers - 1) // len(geometry.layers)
     return below + projection_flops(geometry, context_length, layers - 1)
+
+
+def resume_flops(geometry: ModelGeometry, context_length: int, layer_idx: int) -> int:
+    """FLOPs (2 × MACs) of the layers from `layer_idx` up as far as the keys and values of the last: those below that,
+    each with an equal share of `native_flops`, and of it its projections."""
+    depth = len(geometry.layers)
+    run = native_flops(geometry, context_length) * (depth - 1 - layer_idx) // depth
+    return run + projection_flops(geometry, context_length, depth - 1)
 
 
 def projection_flops(geometry: ModelGeometry, context_length: int, layer_idx: int) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from .compat_mot import decoder_layers, run_decoder
-from .layers_mot import first_state, module_inputs, replaced_layers
+from .layers_mot import first_state, module_inputs, replaced_layers, require_read
 
 
 class _Found(Exception):
@@ -161,10 +161,5 @@ def restore(
     finally:
         for hook in hooks:
             hook.remove()
-    missed = sorted(set(activations) - set(found))
-    if missed:
-        raise RuntimeError(
-            f"The target ran past the cache in its layers {missed}. Turn gradient checkpointing off and put the "
-            "target in eval mode."
-        )
+    require_read(set(activations) - set(found))
     return found

@@ -3,8 +3,8 @@
 Shapes: source states `[batch, seq, source width]`, embeddings `[batch, seq, embedding width]` (the causal window of
 the target's token embeddings, own token first), hidden states of the target `[batch, seq, hidden]`, each `None` where
 it is not read; output `[batch, seq, target width - start]`: per target layer keys, then values, or the one state that
-both are restored from, from channel `start` on, where a layer begins; what lies before is computed only where that is
-simpler.
+both are restored from, and at the end the hidden state that a target resumes from, if any; from channel `start` on,
+where a layer begins; what lies before is computed only where that is simpler.
 `attention_mask` is `[batch, seq]`, 0 on the pads of left-padded rows.
 """
 
@@ -33,7 +33,7 @@ class Widths:
         source (`tuple[tuple[int, int], ...]`): Per source layer read, of its keys and of its values.
         embeddings (`int`): Of the window of target token embeddings; 0 for none.
         target (`tuple[tuple[int, ...], ...]`): Per target layer translated, of its keys and of its values, or of the
-            one state that they are restored from.
+            one state that they are restored from; at the end of that which a target resumes from, if any.
         hidden (`int`, *optional*, defaults to 0): Of the target's hidden state that is read; 0 for none.
     """
 
@@ -55,6 +55,7 @@ class Widths:
         embeddings = config.embedding_window * target.embedding_dim
         hidden = 0 if config.target_hidden_layer is None else target.hidden_dim
         written = [(target.hidden_dim,) if idx in config.restored_layers else dims(target, idx) for idx in translated]
+        written += [] if config.resume_layer is None else [(target.hidden_dim,)]
         return cls(tuple(dims(source, idx) for idx in config.source_layers), embeddings, tuple(written), hidden)
 
     @property
@@ -184,16 +185,16 @@ class Refinement(nn.Module):
         return self.mixture(inner, [inner], attention_mask)
 
 
-# Of the slots of a source, keys and values in turn, those that keys (0), values (1) and restored states are made from.
-_SLOTS, _RESTORED = (slice(0, None, 2), slice(1, None, 2), slice(None)), 2
+# Of the slots of a source, keys and values in turn, those that keys (0), values (1) and hidden states are made from.
+_SLOTS, _HIDDEN = (slice(0, None, 2), slice(1, None, 2), slice(None)), 2
 
 
 class MixtureTranslator(nn.Module):
     """
     Mixture-of-Translators as the paper has it (3.1, C.2): keys and values are translated apart, each from one slot a
-    channel and by translators of its own, which a gate over all that is read chooses for each token. States that both
-    are restored from (C.5) are a third side, which reads the keys and the values of each channel. The embedding window
-    and the target's hidden state, if any, are one more slot each, the first.
+    channel and by translators of its own, which a gate over all that is read chooses for each token. Hidden states,
+    such as both are restored from (C.5), are a third side, which reads the keys and the values of each channel. The
+    embedding window and the target's hidden state, if any, are one more slot each, the first.
 
     Args:
         widths ([`Widths`]): What is read and written.
@@ -208,7 +209,7 @@ class MixtureTranslator(nn.Module):
         own = [width for width in (widths.embeddings, widths.hidden) if width]
         # In the order of the output: the side that writes it, and its width.
         self.pieces = [
-            (_RESTORED if len(dims) == 1 else side, dim) for dims in widths.target for side, dim in enumerate(dims)
+            (_HIDDEN if len(dims) == 1 else side, dim) for dims in widths.target for side, dim in enumerate(dims)
         ]
         self.written = sorted({side for side, _ in self.pieces})
         self.sides = nn.ModuleList(
@@ -279,7 +280,8 @@ class MLPTranslator(nn.Module):
 
 
 class IdentityTranslator(nn.Module):
-    """The oracle: hands the states of the target itself through. Its output must give the target's own logits."""
+    """The oracle: hands the states of the target itself through, and what goes into the layer that a plan resumes
+    from, if that is given. Its output must give the target's own logits."""
 
     def forward(
         self,
@@ -289,7 +291,8 @@ class IdentityTranslator(nn.Module):
         start: int = 0,
         target_hidden_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return source_states[..., start:]
+        states = source_states[..., start:]
+        return states if target_hidden_states is None else torch.cat([states, target_hidden_states], dim=-1)
 
 
 def _start_at_zero(projection: nn.Linear) -> None:

@@ -34,11 +34,13 @@ class MoTOutput(ModelOutput):
         value_states (`tuple[torch.Tensor, ...]`): Values per translated target layer.
         attention_inputs (`tuple[torch.Tensor, ...]`, *optional*): For each of `restored_layers`, of which there are no
             keys and values, what goes into its attention, `[batch, seq, hidden]`.
+        hidden_states (`torch.Tensor`, *optional*): What goes into the target's `resume_layer`, `[batch, seq, hidden]`.
     """
 
     key_states: tuple[torch.Tensor, ...] | None = None
     value_states: tuple[torch.Tensor, ...] | None = None
     attention_inputs: tuple[torch.Tensor, ...] | None = None
+    hidden_states: torch.Tensor | None = None
 
     def by_layer(self, translated: Sequence[int], restored: Collection[int]) -> LayerStates:
         """The states under their layers: all of `translated`, or the upper ones of them."""
@@ -62,14 +64,17 @@ def split_output(
     restored: Collection[int],
     key_norms: Mapping[str, nn.Module],
 ) -> MoTOutput:
-    """What a translator module writes, `[batch, seq, width]`, of each of `layers`; with [`KeyNorm`]s of some."""
+    """What a translator module writes, `[batch, seq, width]`, of each of `layers`; with [`KeyNorm`]s of some. What is
+    left is the hidden state that the target resumes from."""
     keys, values, activations = [], [], []
     widths = [layer_width(geometry, restored, layer_idx) for layer_idx in layers]
-    for layer_idx, part in zip(layers, states.split(widths, dim=-1), strict=True):
+    *parts, left = states.split([*widths, states.shape[-1] - sum(widths)], dim=-1)
+    for layer_idx, part in zip(layers, parts, strict=True):
         if layer_idx in restored:
             activations.append(part)
             continue
         (own,), own_values = split_layers(part, geometry, [layer_idx])
         keys.append(key_norms[str(layer_idx)](own) if str(layer_idx) in key_norms else own)
         values += own_values
-    return MoTOutput(tuple(keys), tuple(values), tuple(activations) if activations else None)
+    hidden = left if left.shape[-1] else None
+    return MoTOutput(tuple(keys), tuple(values), tuple(activations) if activations else None, hidden)

@@ -45,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read the target's own hidden state too, what goes into its layer N: layers 0 to N run, by plan bottom",
     )
     parser.add_argument(
+        "--resume-layer",
+        type=int,
+        metavar="N",
+        help="fit target layers 0 to N-1 and what goes into layer N, from which the target runs, by plan resume",
+    )
+    parser.add_argument(
         "--restore",
         type=_layers,
         metavar="LAYERS",
@@ -108,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         "source_window": args.source_window,
         "embedding_window": args.embedding_window,
         "target_hidden_layer": args.target_hidden_layer,
+        "resume_layer": args.resume_layer,
         "max_parameters": args.max_parameters,
         "flops_share": args.flops_share,
         "max_tokens": args.tokens,
@@ -129,7 +136,8 @@ def run(args: argparse.Namespace) -> int:
         options["piece_weights"] = piece_weights(sensitivity, contract, power)
     if args.restore is not None:
         first = 0 if args.target_hidden_layer is None else args.target_hidden_layer + 1
-        every = list(range(first, len(probe(pair["target"]).layers)))
+        end = len(probe(pair["target"]).layers) if args.resume_layer is None else args.resume_layer
+        every = list(range(first, end))
         options["restored_layers"] = every if args.restore == "all" else args.restore
     result = fit(documents, **pair, method=args.method, seed=args.seed, key_metric=args.key_metric, **options)
     if sensitivity is not None:
@@ -196,7 +204,11 @@ def format_fit(report: dict[str, Any], out: str, notes: Iterable[str] = ()) -> s
 
 
 def _hidden_lines(report: dict[str, Any]) -> list[str]:
-    layer_idx = report.get("target_hidden_layer")
+    layer_idx, resumed = report.get("target_hidden_layer"), report.get("resume_layer")
+    if resumed is not None:
+        return [
+            f"gives layers 0 to {resumed - 1} and what goes into layer {resumed}, for the plan resume:{resumed - 1}"
+        ]
     if layer_idx is None:
         return []
     return [f"reads what goes into layer {layer_idx} of the target too, for the plan bottom:{layer_idx + 1}"]

@@ -48,6 +48,8 @@ def describe(translator) -> dict[str, Any]:
         "source": _describe_side(config.source),
         "target": _describe_side(config.target),
     }
+    if config.resume_layer is not None:
+        description["resume_layer"] = config.resume_layer
     if config.restored_layers:
         description["restored"] = {"layers": config.restored_layers, "says": describe_restored(config)}
     if config.replay_curve is not None:
@@ -65,6 +67,7 @@ def format_description(description: dict[str, Any]) -> str:
     layers, written = description["source_layers"], description.get("target_layers")
     share, depth = description["flops_share"], _layer_count(target)
     norms, hidden = description.get("key_norms", []), description.get("target_hidden_layer")
+    resumed = description.get("resume_layer")
     rows = [
         ("pair", f"{_name(source)} → {_name(target)}"),
         ("method", f"{description['method']}{format_rank(description)}"),
@@ -73,6 +76,7 @@ def format_description(description: dict[str, Any]) -> str:
         ("", f"embeddings of {description['embedding_window']} target tokens, the own one included"),
         *([("", f"the target's hidden state before its layer {hidden}")] if hidden is not None else []),
         ("writes", f"all {depth} target layers" if written is None else _window(written, depth)),
+        *([("", f"what goes into layer {resumed}, from which the target runs itself")] if resumed is not None else []),
         *(("", line) for line in description.get("restored", {}).get("says", [])),
         *([("", f"keys of the weighted length of the target's own in {len(norms)} of them")] if norms else []),
         ("weights", f"{description['parameters']:,}, {description['bytes'] / 1e6:.1f} MB in {description['dtype']}"),

@@ -66,6 +66,7 @@ def fit(
     embedding_window: int = DEFAULT_EMBEDDING_WINDOW,
     target_hidden_layer: int | None = None,
     restored_layers: Sequence[int] = (),
+    resume_layer: int | None = None,
     piece_weights: Sequence[Sequence[float]] | None = None,
     key_metric: str = "plain",
     key_norms: bool = True,
@@ -100,6 +101,8 @@ def fit(
             state without the source, which is what the target's own layers can do alone.
         restored_layers (`Sequence[int]`, *optional*, defaults to `()`): Target layers of which the input of the
             attention is fitted in place of keys and values, which the target then makes of it (paper C.5, MoT-h).
+        resume_layer (`int`, *optional*): Fits the input of this target layer, a hidden state, beside the layers below
+            it, for the plan `resume` of these: the target runs the others itself.
         piece_weights (`Sequence[Sequence[float]]`, *optional*): What squared errors of keys and of values count,
             `[keys, values]` for each target layer, as [`piece_weights`] makes them of a measured sensitivity: a low
             rank, the choice of layers and that of the ridge strength then follow them. By default all count alike.
@@ -148,10 +151,13 @@ def fit(
         *(source, target, source_tokenizer, target_tokenizer),
         target_hidden_layer=target_hidden_layer,
         restored_layers=sorted(set(restored_layers)),
+        resume_layer=resume_layer,
     )
-    if target_hidden_layer is not None or restored_layers:  # refuses layers that are not there, or cannot be read
+    if (
+        target_hidden_layer is not None or restored_layers or resume_layer is not None
+    ):  # refuses layers that are not there, or cannot be read
         MoTModel(pair.config(rank=1))
-    target_runs = (pair.first_layer, pair.restored_layers)
+    target_runs = (pair.first_layer, pair.restored_layers, resume_layer)
     budget = Budget.of(pair.target_geometry, max_parameters, flops_share, source_window, *target_runs)
     if budget is not None and rank is None:
         raise ValueError("`rank` is None, but a budget needs the most that it may be. Give a number.")
@@ -159,8 +165,11 @@ def fit(
         raise ValueError(f"`rank` is None, but a `source_window` of {source_window} needs one. Give a number.")
     weights = None
     if piece_weights is not None:
-        weights = channel_weights(piece_weights, pair.target_geometry, pair.restored_layers)
-        weights = weights[-sum(pair.output_blocks) :]
+        weights = channel_weights(
+            piece_weights, pair.target_geometry, [place + pair.first_layer for place in pair.restored]
+        )
+        below = sum(layer.width for layer in pair.target_geometry.layers[: pair.first_layer])
+        weights = weights[below : below + sum(pair.output_blocks)]
     depth = len(pair.source_geometry.layers)
     if source_layers is not None:
         if not set(source_layers) <= set(range(depth)):
@@ -178,6 +187,7 @@ def fit(
         embedding_window=embedding_window,
         target_hidden_layer=target_hidden_layer,
         restored_layers=pair.restored_layers,
+        resume_layer=resume_layer,
         key_metric=key_metric,
         seed=seed,
     )
@@ -231,6 +241,7 @@ def fit(
         **({} if source_window == 1 else {"source_window": source_window}),
         "embedding_window": embedding_window,
         **({} if target_hidden_layer is None else {"target_hidden_layer": target_hidden_layer}),
+        **({} if resume_layer is None else {"resume_layer": resume_layer}),
         **({"restored_layers": pair.restored_layers} if pair.restored_layers else {}),
         **({"key_norms": translator.config.key_norms} if key_norms else {}),
         **choices,
@@ -261,7 +272,7 @@ def query_metric(pair: Pair, sample: Iterable[list[Window]], seed: int) -> KeyMe
     for batch in sample:
         rows = [prefix_ids + tokenize_with_spans(pair.target_tokenizer, window.text)[0] for window in batch]
         moments.add(pair.target, *left_pad(rows))
-    return moments.metric(pair.first_layer, pair.restored)
+    return moments.metric(pair.fitted_geometry, pair.first_layer, pair.restored)
 
 
 def _solve_both(

@@ -142,6 +142,7 @@ def gathering_settings(
     embedding_window: int,
     target_hidden_layer: int | None,
     restored_layers: Sequence[int],
+    resume_layer: int | None,
     key_metric: str,
     seed: int,
 ) -> dict[str, Any]:
@@ -152,6 +153,7 @@ def gathering_settings(
         "source_window": source_window,
         "embedding_window": embedding_window,
         "target_hidden_layer": target_hidden_layer,
+        "resume_layer": resume_layer,
         "restored_layers": list(restored_layers) or None,  # files of earlier days do not tell
         "key_metric": key_metric,
         "seed": seed,

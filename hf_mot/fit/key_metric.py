@@ -123,16 +123,18 @@ class QueryMoments:
         sums = torch.einsum("tghd,tghe->gde", seen, seen)
         self.sums[layer_idx] = sums if self.sums[layer_idx] is None else self.sums[layer_idx] + sums
 
-    def metric(self, first_layer: int = 0, restored: Collection[int] = ()) -> KeyMetric:
-        """The metric of the layers from `first_layer` up, but for those of these that are `restored`, counted from
-        there. Raises `ValueError` where the target did not show its queries."""
+    def metric(
+        self, fitted: ModelGeometry | None = None, first_layer: int = 0, restored: Collection[int] = ()
+    ) -> KeyMetric:
+        """The metric of the layers of `fitted`, which are those from `first_layer` up, but for those of these that are
+        `restored`, counted from there. Raises `ValueError` where the target did not show its queries."""
         blind = [layer_idx for layer_idx, sums in enumerate(self.sums) if sums is None]
         if blind:
             raise ValueError(
                 f"`key_metric` is 'query', but the target's layers {blind} do not run through the attention interface "
                 "of transformers, by which queries are read. Use key_metric='plain'."
             )
-        fitted = replace(self.geometry, layers=self.geometry.layers[first_layer:], windows=None)
+        fitted = self.geometry if fitted is None else fitted
         sums = [self.sums[first_layer + place] for place in key_blocks(fitted, restored)]
         return KeyMetric(fitted, sums, restored)
 

@@ -18,6 +18,7 @@ from ..data import iterate_documents
 from ..geometry_mot import ModelGeometry
 from ..modeling_mot import MoTModel
 from ..restore_mot import attention_inputs
+from ..resume_mot import check_resumable
 from ..rows_mot import causal_window, positions_from_mask
 from .key_metric import KeyMetric
 from .norms import KeyLengths
@@ -36,7 +37,10 @@ class Pair:
         target_hidden_layer (`int`, *optional*): The target layer whose input is read. Those above are fitted alone.
         restored_layers (`Sequence[int]`): The target layers of which the input of the attention is fitted in place of
             keys and values.
-        fitted_geometry ([`ModelGeometry`]): The target's, with the layers that are fitted alone.
+        resume_layer (`int`, *optional*): The target layer whose input is fitted beside the layers below it, which are
+            fitted alone.
+        fitted_geometry ([`ModelGeometry`]): The target's, with the layers that are fitted alone; a `resume_layer` is
+            the last of them.
     """
 
     source: PreTrainedModel
@@ -46,6 +50,7 @@ class Pair:
     seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0})
     target_hidden_layer: int | None = None
     restored_layers: Sequence[int] = ()
+    resume_layer: int | None = None
     key_metric: KeyMetric | None = None
     key_lengths: tuple[KeyLengths, list[torch.Tensor]] | None = None
 
@@ -54,9 +59,11 @@ class Pair:
         self.target_contract = describe_model(self.target, self.target_tokenizer)
         self.source_geometry = ModelGeometry.from_dict(self.source_contract["geometry"])
         self.target_geometry = ModelGeometry.from_dict(self.target_contract["geometry"])
-        self.fitted_geometry = replace(
-            self.target_geometry, layers=self.target_geometry.layers[self.first_layer :], windows=None
-        )
+        end = None if self.resume_layer is None else self.resume_layer + 1
+        layers = self.target_geometry.layers[self.first_layer : end]
+        self.fitted_geometry = replace(self.target_geometry, layers=layers, windows=None)
+        if self.resume_layer is not None:
+            check_resumable(self.target, self.target_geometry)
 
     @property
     def first_layer(self) -> int:
@@ -65,8 +72,10 @@ class Pair:
 
     @property
     def restored(self) -> list[int]:
-        """The places of `restored_layers` in `fitted_geometry`."""
-        return [layer_idx - self.first_layer for layer_idx in self.restored_layers]
+        """The places in `fitted_geometry` of the layers of which one state is fitted: those of `restored_layers`, and
+        a `resume_layer`."""
+        own = [] if self.resume_layer is None else [self.resume_layer]
+        return [layer_idx - self.first_layer for layer_idx in (*self.restored_layers, *own)]
 
     @property
     def output_blocks(self) -> list[int]:
@@ -90,6 +99,10 @@ class Pair:
                 "target_layers": list(layers) or [self.first_layer],  # which is refused
                 "replay": f"bottom:{self.first_layer}",
             }
+        if self.resume_layer is not None:
+            layers = list(range(self.resume_layer))
+            own |= {"resume_layer": self.resume_layer, "target_layers": layers or [0]}
+            own["replay"] = f"resume:{self.resume_layer - 1}"
         return MoTConfig(**own, **kwargs)
 
     def fits(self, text: str) -> bool:
@@ -108,7 +121,8 @@ class Pair:
     def rows(self, shell: MoTModel, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Features (source states of the `source_window`, then the embedding window, then the target's hidden state)
         and outputs (the target's own position-free states of the layers that are fitted, or what goes into their
-        attention) of every context token: `[tokens, features]`, `[tokens, outputs]`, on the CPU in fp32."""
+        attention, then what goes into a `resume_layer`) of every context token: `[tokens, features]`, `[tokens,
+        outputs]`, on the CPU in fp32."""
         started = time.perf_counter()
         cache, source_ids, source_mask = shell.read_source(texts, self.source, self.source_tokenizer)
         self.seconds["forward"] += time.perf_counter() - started
@@ -122,9 +136,13 @@ class Pair:
             text=texts,
         )
         started = time.perf_counter()
-        hidden_layer = shell.config.target_hidden_layer
+        reads, resumed = shell.config.target_hidden_layer, self.resume_layer
+        layers = None if resumed is None else range(resumed + 1)  # no further than is fitted
         with attention_inputs(self.target, self.restored_layers) as shown:
-            target_cache = prefill(self.target, inputs.target_ids, inputs.target_mask, hidden_layer=hidden_layer)
+            target_cache = prefill(
+                *(self.target, inputs.target_ids, inputs.target_mask, layers),
+                hidden_layer=reads if resumed is None else resumed,
+            )
         self.seconds["forward"] += time.perf_counter() - started
         positions = positions_from_mask(inputs.target_mask)
         outputs = [
@@ -133,9 +151,10 @@ class Pair:
             else source_states(target_cache, self.target_geometry, [layer_idx], positions)
             for layer_idx in shell.target_layers
         ]
+        outputs += [] if resumed is None else [target_cache.hidden_states]
         # Pads and the natively run prefix are not translated.
         kept = inputs.target_mask.bool() & (positions >= len(self.target_contract["prefix_ids"]))
-        read = (inputs.source_states, inputs.embeddings, target_cache.hidden_states)
+        read = (inputs.source_states, inputs.embeddings, None if reads is None else target_cache.hidden_states)
         features = [part for part in read if part is not None]
         if inputs.source_states is not None:
             features[0] = causal_window(features[0], inputs.target_mask, shell.config.source_window)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..geometry_mot import ModelGeometry
-from ..replay_mot import bottom_flops, native_flops, projection_flops
+from ..replay_mot import bottom_flops, native_flops, projection_flops, resume_flops
 from .weights import output_blocks
 
 BUDGET_CONTEXT = 1024  # tokens of context at which a share of the native prefill's FLOPs is counted
@@ -44,6 +44,7 @@ class Budget:
         source_window: int = 1,
         first_layer: int = 0,
         restored_layers: Sequence[int] = (),
+        resume_layer: int | None = None,
     ) -> "Budget | None":
         """
         The tighter of two limits; `None` without any.
@@ -58,6 +59,8 @@ class Budget:
                 whose FLOPs are part of the share.
             restored_layers (`Sequence[int]`, *optional*, defaults to `()`): Layers whose keys and values the target
                 restores, whose FLOPs are too.
+            resume_layer (`int`, *optional*): The layer whose input is fitted, with the layers below it alone: the
+                others are the target's own, by the plan resume, whose FLOPs are too.
 
         Raises:
             `ValueError`: a limit that is not positive, or a share that the target alone takes.
@@ -65,20 +68,26 @@ class Budget:
         for name, value in (("max_parameters", max_parameters), ("flops_share", flops_share)):
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"`{name}` must be more than 0 and finite, got {value}.")
-        fitted = replace(geometry, layers=geometry.layers[first_layer:])
-        widths, limits = output_blocks(fitted, [idx - first_layer for idx in restored_layers]), []
+        resumed = [] if resume_layer is None else [resume_layer]
+        end = len(geometry.layers) if resume_layer is None else resume_layer + 1
+        fitted = replace(geometry, layers=geometry.layers[first_layer:end])
+        widths = output_blocks(fitted, [idx - first_layer for idx in (*restored_layers, *resumed)])
+        limits = []
         if max_parameters is not None:
             gains = sum(layer.kv_heads for layer in fitted.layers)
             limits.append(max_parameters - 2 * sum(widths) - gains)
         if flops_share is not None:
             native, own = native_flops(geometry, BUDGET_CONTEXT), bottom_flops(geometry, BUDGET_CONTEXT, first_layer)
             own += sum(projection_flops(geometry, BUDGET_CONTEXT, layer_idx) for layer_idx in restored_layers)
+            own += sum(resume_flops(geometry, BUDGET_CONTEXT, layer_idx) for layer_idx in resumed)
             if own >= flops_share * native:
                 parts = [f"the plan bottom:{first_layer}"] if first_layer else []
+                parts += [f"the plan resume:{layer_idx - 1}" for layer_idx in resumed]
                 parts += ["restoring layers"] if restored_layers else []
                 raise ValueError(
                     f"`flops_share` is {flops_share}, but {' and '.join(parts)} alone takes {own / native:.3f} of the "
-                    "target's own prefill. Allow more, read a lower `target_hidden_layer`, or restore fewer layers."
+                    "target's own prefill. Allow more, or let the target run less: a lower "
+                    "`target_hidden_layer`, a higher `resume_layer`, fewer `restored_layers`."
                 )
             limits.append(int((flops_share * native - own) / (2 * BUDGET_CONTEXT)))
         return cls(min(limits), widths, source_window) if limits else None

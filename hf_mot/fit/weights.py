@@ -13,8 +13,8 @@ _LEAST_UNEXPLAINED = 1e-3
 
 
 def output_blocks(geometry: ModelGeometry, restored: Collection[int] = ()) -> list[int]:
-    """Widths of the blocks of a row of outputs: keys and values of each layer, or, of one of `restored`, the one state
-    that both are restored from."""
+    """Widths of the blocks of a row of outputs: keys and values of each layer, or, of one of `restored`, one hidden
+    state, that both are restored from or that goes into the layer."""
     blocks = []
     for layer_idx, layer in enumerate(geometry.layers):
         own = [layer.kv_heads * layer.key_dim, layer.kv_heads * layer.value_dim]

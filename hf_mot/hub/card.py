@@ -253,6 +253,10 @@ def _making(config: MoTConfig, report: dict[str, Any]) -> list[str]:
     ]
     if config.key_norms:
         lines.append(f"- keys get the weighted length of the target's own in {len(config.key_norms)} of its layers")
+    if config.resume_layer is not None:
+        lines.append(
+            f"- translated is what goes into target layer {config.resume_layer} too, from which the target runs"
+        )
     restored = describe_restored(config)
     lines += [f"- translated is {'; '.join(restored)}"] if restored else []
     lines += [f"- corpus: {_corpus(corpus)}" for corpus in report.get("corpus", [])]
