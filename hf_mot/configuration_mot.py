@@ -200,10 +200,10 @@ class MoTConfig(PreTrainedConfig):
                     "`target_layers` must be contiguous layers, each once and in order, or None for all, got "
                     f"{self.target_layers}."
                 )
-        if self.target_hidden_layer is not None:
-            self._check_target_hidden_layer()
         if self.resume_layer is not None:
             self._check_resume_layer()
+        if self.target_hidden_layer is not None:
+            self._check_target_hidden_layer()
         if self.restored_layers:
             self._check_restored_layers()
         super().__post_init__(**kwargs)

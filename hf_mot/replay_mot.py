@@ -99,8 +99,8 @@ class ReplayPlan:
                     "`replay` must be one of none, full, full:6-11 (the layers to inject), sparse:128 (so many "
                     "positions per token, from 1) or sparse:128/2 (but in so many first layers), bottom:6 (so many "
                     "first layers are native), tokens:32 (so many last tokens are; both from 1), "
-                    "bottom:6+tokens:32, or resume:5 (the layers above run from a translated state; with tokens too), "
-                    f"got {plan!r}."
+                    "resume:5 (the layers above it run from a translated state; with tokens too) or "
+                    f"bottom:6+tokens:32, got {plan!r}."
                 )
             given[name] = [int(number) for number in re.findall(r"\d+", part)]
         if "none" in given and len(given) > 1:

@@ -13,11 +13,14 @@ from test_target_hidden import MODULES, fields_of, inputs_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_mot import MoTConfig, MoTModel, ReplayPlan
-from hf_mot.capture_mot import prefill
+from hf_mot.capture_mot import prefill, source_states, split_layers
 from hf_mot.geometry_mot import probe
 from hf_mot.replay_mot import native_flops, projection_flops, resume_flops
+from hf_mot.restore_mot import attention_inputs
 from hf_mot.resume_mot import check_resumable, resume
+from hf_mot.rows_mot import positions_from_mask
 from hf_mot.translators_mot import Widths
+from hf_mot.translators_output_mot import MoTOutput
 
 TOLERANCE = 1e-4
 TEXTS = make_documents(1, 4, 1) + make_documents(1, 12, 2)  # the second goes beyond the windows
@@ -101,6 +104,20 @@ def test_native_states_give_native_logits(own, plan):
     torch.testing.assert_close(logits_after(model, prompt, ours.rows(row).fork()), whole, atol=TOLERANCE, rtol=1e-4)
     assert (logits_after(model, prompt, other.rows(row).fork()) - whole).abs().max() > 0.1
     assert (without - whole).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("plan", ["resume:1", "resume:1+tokens:3", "full"])
+def test_restored_layers_go_with_it(own, plan):
+    """Of native states: layer 0 as keys and values, layer 1 restored, layer 2 run; `full` leaves the state unread."""
+    mot, target = random_translator(own, restored_layers=[1]), own["target"]
+    inputs, geometry = inputs_of(mot, own, TEXTS), mot.target_geometry
+    with torch.no_grad(), attention_inputs(target, [1]) as shown:
+        native = prefill(target, inputs.target_ids, inputs.target_mask, hidden_layer=2)
+        states = source_states(native, geometry, [0], positions_from_mask(inputs.target_mask))
+        output = MoTOutput(*split_layers(states, geometry, [0]), (shown[1][0],), native.hidden_states)
+        ours = mot.assemble(output, inputs, target, mot.plan(plan))
+    for layer, right in zip(ours.layers, native.layers, strict=True):
+        assert_equal_states(layer, right, inputs.target_mask, atol=TOLERANCE, rtol=1e-4)
 
 
 @pytest.mark.parametrize("plan", ["resume:0", "resume:0+tokens:3"])

@@ -105,6 +105,11 @@ def test_layers_that_are_not_there_are_refused(pair, layer_idx):
         fit(DOCUMENTS, **pair, **OPTIONS, resume_layer=layer_idx)
 
 
+def test_layers_read_and_resumed_exclude_each_other(pair):
+    with pytest.raises(ValueError, match="`resume_layer` and `target_hidden_layer` exclude each other.*got 2 and 0"):
+        fit(DOCUMENTS, **pair, **OPTIONS, target_hidden_layer=0, resume_layer=2)
+
+
 @pytest.mark.parametrize("losses", ["cc", "pl"])
 def test_training_teaches_the_state(pair, tmp_path, losses):
     model = MoTModel.from_pair(**pair, method="reduced_rank", rank=8, embedding_window=2, resume_layer=1)
