@@ -59,11 +59,11 @@ class MoTPreTrainedModel(PreTrainedModel):
                 raise ValueError(f"`{name}` must lie in 0..{depth - 1}, got {layers}.")
         if config.restored_layers and self.target_geometry.hidden_dim is None:
             raise ValueError(f"`restored_layers` is {config.restored_layers}, but {self._no_hidden_dim}")
-        written = len(self.target_layers) + (config.resume_layer is not None)
-        if config.piece_ranks is not None and len(config.piece_ranks) != written:
+        resumed = config.resume_layer is not None
+        if config.piece_ranks is not None and len(config.piece_ranks) != len(self.target_layers) + resumed:
             raise ValueError(
                 f"`piece_ranks` must be [keys, values] for each of the {len(self.target_layers)} target layers that "
-                f"are translated, and [state] for a `resume_layer`, got {len(config.piece_ranks)}."
+                f"are translated{', and [state] for a `resume_layer`' * resumed}, got {len(config.piece_ranks)}."
             )
         if config.method == "identity" and config.source_layers != self.target_layers:
             raise ValueError(
