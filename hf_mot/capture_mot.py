@@ -18,13 +18,13 @@ from .rows_mot import check_rows, positions_from_mask
 logger = logging.get_logger(__name__)
 
 
-class _Stopped(Exception):
+class Stopped(Exception):
     """Ends a forward pass of which nobody needs the rest."""
 
 
 class PrefilledCache(DynamicCache):
     """Full-length layers; of the layers outside `keep` nothing is stored. When the last of `keep`, and of those that a
-    guide listens to, is through, the pass that fills the cache ends, by `_Stopped`. `guidance`: what was heard;
+    guide listens to, is through, the pass that fills the cache ends, by `Stopped`. `guidance`: what was heard;
     `hidden_states`: what went into a decoder layer, where that was asked for, `[batch, seq, hidden]`."""
 
     def __init__(self, keep: Collection[int] | None, guide: Guide | None = None):
@@ -41,7 +41,7 @@ class PrefilledCache(DynamicCache):
             key_states, value_states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.fill(layer_idx + 1)
         if layer_idx == self.last:
-            raise _Stopped
+            raise Stopped
         return key_states, value_states
 
     def fill(self, depth: int) -> None:
@@ -74,7 +74,7 @@ def prefill(
     with recorded_guidance(model, guide, mask) as cache.guidance, layer_inputs(model, wanted) as inputs:
         try:
             run_decoder(model, input_ids.to(device), cache, *((mask, positions_from_mask(mask)) if padded else ()))
-        except _Stopped:
+        except Stopped:
             cache.fill(model.config.get_text_config().num_hidden_layers)
     if hidden_layer is not None:
         if len(inputs[hidden_layer]) != 1:

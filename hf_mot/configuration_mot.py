@@ -57,6 +57,15 @@ class MoTConfig(PreTrainedConfig):
             The target layer whose input, the target's own hidden state, is read beside the source states. The target
             must then run as far: a translator with 5 needs the plan `"bottom:6"`, where that state is there for free,
             or a higher one, and translates `target_layers` from 6 to the last. `None`: none is read.
+        resume_layer (`int`, *optional*):
+            The target layer whose input is translated beside the layers below it, which are all of `target_layers`,
+            and from which the target runs itself: a translator with 6 translates layers 0 to 5 and that state, for the
+            plan `"resume:5"`. `None`: none is.
+        restored_layers (`list[int]`, *optional*, defaults to `[]`):
+            Those of the target layers that are translated for which one state is translated in place of keys and
+            values: the input of the layer's attention (paper C.5, MoT-h), which the target then makes both of by its
+            own projections, norms and position encoding. Smaller than keys and values only where the target's hidden
+            state is narrower than both together, which with grouped-query attention it seldom is.
         replay (`str`, *optional*, defaults to `"none"`):
             The replay plan that the translator was made for, and takes where none is given.
         replay_curve (`dict`, *optional*):
@@ -69,7 +78,8 @@ class MoTConfig(PreTrainedConfig):
             Width of the shared down-projection. `None`: a full-rank map.
         piece_ranks (`list[list[int]]`, *optional*):
             How many of the `rank` inner channels, the leading ones, each piece reads: `[keys, values]` for each target
-            layer that is translated. `None`: all read all.
+            layer that is translated, `[state]` for one of `restored_layers`, and one more
+            for the input of a `resume_layer`. `None`: all read all.
         source_window (`int`, *optional*, defaults to 1):
             Number of tokens whose source states are read in the linear path of a `rank`: the token's own and those of
             the `source_window - 1` tokens before it, these through the same `rank` channels.
@@ -123,6 +133,8 @@ class MoTConfig(PreTrainedConfig):
     source_layers: list[int] | tuple[int, ...] = ()
     target_layers: list[int] | tuple[int, ...] | None = None
     target_hidden_layer: int | None = None
+    resume_layer: int | None = None
+    restored_layers: list[int] | tuple[int, ...] = ()
     replay: str = "none"
     replay_curve: dict | None = None
     rank: int | None = None
@@ -183,6 +195,7 @@ class MoTConfig(PreTrainedConfig):
             )
         self.source_layers = [int(layer_idx) for layer_idx in self.source_layers]
         self.key_norms = [int(layer_idx) for layer_idx in self.key_norms]
+        self.restored_layers = [int(layer_idx) for layer_idx in self.restored_layers]
         if self.target_layers is not None:
             self.target_layers = [int(layer_idx) for layer_idx in self.target_layers]
             first = self.target_layers[0] if self.target_layers else 0
@@ -191,8 +204,12 @@ class MoTConfig(PreTrainedConfig):
                     "`target_layers` must be contiguous layers, each once and in order, or None for all, got "
                     f"{self.target_layers}."
                 )
+        if self.resume_layer is not None:
+            self._check_resume_layer()
         if self.target_hidden_layer is not None:
             self._check_target_hidden_layer()
+        if self.restored_layers:
+            self._check_restored_layers()
         super().__post_init__(**kwargs)
 
     def _check_target_hidden_layer(self) -> None:
@@ -208,6 +225,48 @@ class MoTConfig(PreTrainedConfig):
             raise ValueError(
                 f"`target_layers` must lie above `target_hidden_layer` {layer_idx}: the layers up to it are the "
                 f"target's own. Name those from {layer_idx + 1} to the last, got {self.target_layers}."
+            )
+
+    def _check_resume_layer(self) -> None:
+        layer_idx = self.resume_layer
+        if layer_idx < 1:
+            raise ValueError(f"`resume_layer` must be a layer of the target, from 1, or None, got {layer_idx}.")
+        if self.method == "identity":
+            raise ValueError(
+                "`resume_layer` is for translators: method 'identity' hands the target's own states through by every "
+                f"plan, got {layer_idx}. Leave it out."
+            )
+        if self.target_hidden_layer is not None:
+            raise ValueError(
+                "`resume_layer` and `target_hidden_layer` exclude each other: the target runs above what is "
+                f"translated, or below it, got {layer_idx} and {self.target_hidden_layer}. Set one of them."
+            )
+        if self.target_layers != list(range(layer_idx)):
+            raise ValueError(
+                f"`target_layers` must be all layers below `resume_layer` {layer_idx}, 0 to {layer_idx - 1}, got "
+                f"{self.target_layers}."
+            )
+
+    def _check_restored_layers(self) -> None:
+        layers = self.restored_layers
+        if self.method == "identity":
+            raise ValueError(
+                "`restored_layers` is for translators: method 'identity' hands keys and values through, got "
+                f"{layers}. Leave it out."
+            )
+        if layers != sorted(set(layers)):
+            raise ValueError(f"`restored_layers` must name each layer once and in order, got {layers}.")
+        left_out = [] if self.target_layers is None else sorted(set(layers) - set(self.target_layers))
+        if left_out:
+            raise ValueError(
+                f"`restored_layers` must be among `target_layers` {self.target_layers}, which are translated, got "
+                f"{left_out} beside them."
+            )
+        normed = sorted(set(layers) & set(self.key_norms))
+        if normed:
+            raise ValueError(
+                f"`key_norms` and `restored_layers` both name {normed}, but keys that the target makes itself have "
+                "their length already. Name these layers in one of them."
             )
 
     def _check_method(self) -> None:
@@ -273,10 +332,15 @@ class MoTConfig(PreTrainedConfig):
             )
 
     def _check_piece_ranks(self) -> None:
-        if any(len(pair) != 2 or not all(1 <= rank <= self.rank for rank in pair) for pair in self.piece_ranks):
+        first = self.target_layers[0] if self.target_layers else 0
+        if any(
+            len(ranks) != (1 if layer_idx in (*self.restored_layers, self.resume_layer) else 2)
+            or not all(1 <= rank <= self.rank for rank in ranks)
+            for layer_idx, ranks in enumerate(self.piece_ranks, first)
+        ):
             raise ValueError(
-                f"`piece_ranks` must be [keys, values] for each target layer, from 1 to `rank` {self.rank}, got "
-                f"{self.piece_ranks}."
+                "`piece_ranks` must be [keys, values] for each target layer, [state] for one of `restored_layers` and "
+                f"for a `resume_layer`, from 1 to `rank` {self.rank}, got {self.piece_ranks}."
             )
 
 

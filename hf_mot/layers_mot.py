@@ -1,7 +1,10 @@
-"""What goes into a model and its decoder layers while it runs. Shapes: hidden states are `[batch, seq, hidden]`."""
+"""What goes into a model and its decoder layers while it runs, and something else in their place for a while.
+
+Shapes: hidden states are `[batch, seq, hidden]`.
+"""
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +13,17 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from .compat_mot import decoder_layers, run_decoder
+
+# One thread at a time puts other forwards there, for its own calls alone.
+_LOCK = threading.RLock()
+
+
+def first_state(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The hidden state that a layer, or its attention, is called with. Below may lie a layer that returns a tuple."""
+    came = args[0] if args else kwargs.get("hidden_states")
+    while isinstance(came, tuple):
+        came = came[0]
+    return came
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
@@ -30,21 +44,83 @@ def before_calls(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Itera
 
 
 @contextmanager
-def layer_inputs(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int, list[Any]]]:
-    """While open, keeps the hidden states that go into decoder layers, by layer, each time that one is run in this
-    thread. The model is left as it was. Raises `ValueError` for a model that has no list of its layers."""
-    found: dict[int, list[Any]] = {layer_idx: [] for layer_idx in layers}
-    stack, thread = decoder_layers(model) if found else (), threading.get_ident()
+def module_inputs(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, list[Any]]]:
+    """While open, keeps the hidden states that modules are called with, under their numbers, each time that one is run
+    in this thread. The modules are left as they were."""
+    found: dict[int, list[Any]] = {number: [] for number in modules}
+    thread = threading.get_ident()
 
-    def keeping(layer_idx: int):
+    def keeping(number: int):
         def hook(module, args, kwargs):
             if threading.get_ident() == thread:
-                found[layer_idx].append(args[0] if args else kwargs.get("hidden_states"))
+                found[number].append(first_state(args, kwargs))
 
         return hook
 
-    with before_calls((stack[idx], keeping(idx)) for idx in found):
+    with before_calls((module, keeping(number)) for number, module in modules.items()):
         yield found
+
+
+@contextmanager
+def layer_inputs(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int, list[Any]]]:
+    """While open, keeps what goes into decoder layers, by layer, as [`module_inputs`]. Raises `ValueError` for a model
+    that has no list of its layers."""
+    stack = decoder_layers(model) if layers else ()
+    with module_inputs({layer_idx: stack[layer_idx] for layer_idx in layers}) as found:
+        yield found
+
+
+@contextmanager
+def replaced_layers(model: PreTrainedModel, instead: Callable[[int, Callable, Any], Any]) -> Iterator[None]:
+    """
+    While open, decoder layers of this model return what `instead` does, where this thread runs them. All that the
+    model does around them (embeddings, masks, positions) stays its own. The model is left as it was.
+
+    Args:
+        model (`PreTrainedModel`): The model. Raises `ValueError` for one that has no list of its layers.
+        instead (`Callable`): `instead(layer_idx, run, hidden_states)`, where `run(hidden_states)` is the layer itself.
+            A layer that is not run returns `(hidden_states,)`, for the next one here: some families take the first
+            part of what a layer returns, others all of it.
+    """
+    thread = threading.get_ident()
+
+    def replacing(layer_idx: int, forward: Callable):
+        def replaced(*args, **kwargs):
+            if threading.get_ident() != thread:
+                return forward(*args, **kwargs)
+
+            def run(states):
+                if args:
+                    return forward(states, *args[1:], **kwargs)
+                return forward(**{**kwargs, "hidden_states": states})
+
+            return instead(layer_idx, run, first_state(args, kwargs))
+
+        return replaced
+
+    with _LOCK:
+        stack = list(decoder_layers(model))
+        before = [vars(layer).get("forward") for layer in stack]  # accelerate, for one, has put its own there
+        try:
+            for layer_idx, layer in enumerate(stack):
+                layer.forward = replacing(layer_idx, layer.forward)
+            yield
+        finally:
+            for layer, own in zip(stack, before, strict=True):
+                if own is not None:
+                    layer.forward = own
+                else:
+                    vars(layer).pop("forward", None)
+
+
+def require_read(missed: Collection[int]) -> None:
+    """Raises `RuntimeError` for layers that were run and handed nothing to the cache. Gradient checkpointing in
+    training mode, for one, takes the cache away without a word."""
+    if missed:
+        raise RuntimeError(
+            f"The target ran past the cache in its layers {sorted(missed)}. Turn gradient checkpointing off and put "
+            "the target in eval mode."
+        )
 
 
 @torch.no_grad()

@@ -4,16 +4,15 @@ Shapes: keys and values are `[batch, kv_heads, seq, head_dim]`, ids and masks `[
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import ModelOutput
 
 from .cache_mot import TranslatedCache
-from .capture_mot import prefill, split_layers
+from .capture_mot import prefill
 from .configuration_mot import MoTConfig
 from .contract_mot import check_model
 from .generation_mot import attach
@@ -23,29 +22,13 @@ from .pretrained_mot import MoTPreTrainedModel
 from .replay_auto_mot import choose_plan, is_auto
 from .replay_mot import ReplayPlan
 from .replay_run_mot import read_bottom, replay
+from .resume_mot import check_resumable
 from .rows_mot import check_rows
 from .sparse_mot import sparse_way
 from .translators_mot import build_translator
 from .translators_norm_mot import KeyNorm
+from .translators_output_mot import MoTOutput, layer_width, split_output
 from .uncertain_mot import check_runs_slots
-
-
-@dataclass
-class MoTOutput(ModelOutput):
-    """
-    Output of [`MoTModel`].
-
-    Args:
-        key_states (`tuple[torch.Tensor, ...]`): Keys per translated target layer, position-free unless the config
-            says otherwise (`position_free`).
-        value_states (`tuple[torch.Tensor, ...]`): Values per translated target layer.
-        log_error (`torch.Tensor`, *optional*): `[batch, seq]`, the log of how wrong each token is likely to be (its
-            mean standardised squared error), of a translator that predicts it.
-    """
-
-    key_states: tuple[torch.Tensor, ...] | None = None
-    value_states: tuple[torch.Tensor, ...] | None = None
-    log_error: torch.Tensor | None = None
 
 
 class MoTModel(MoTPreTrainedModel):
@@ -105,9 +88,9 @@ class MoTModel(MoTPreTrainedModel):
             replay (`str` or [`ReplayPlan`], *optional*): What the target computes itself: `"none"`, `"full"`,
                 `"sparse:128"` (as `"full"`, but that it looks where the source has looked most), `"bottom:6"` (its
                 first layers), `"tokens:32"` (the last tokens), `"uncertain:32"` (those that are likeliest translated
-                wrong), `"bottom:6+tokens:32"` (or other sums of these); by default what the translator was made for,
-                `config.replay`. `"auto:0.25"` (of native FLOPs) or `"auto:recovery=0.9"` chooses by the translator's
-                measured curve, see [`choose_plan`].
+                wrong), `"resume:5"` (the layers above, from a translated state), or `"bottom:6+tokens:32"` and other
+                sums of these; by default what the translator was made for, `config.replay`. `"auto:0.25"` (of native
+                FLOPs) or `"auto:recovery=0.9"` chooses by the measured curve, see [`choose_plan`].
             guidance ([`Guidance`], *optional*): Where the source has looked, as [`guide`] tells, for `"sparse:128"`: a
                 ready cache does not tell. By default what came with a cache of [`read_source`].
             allow_variant (`bool`, *optional*, defaults to `False`): Accepts a source or target that is the
@@ -168,6 +151,8 @@ class MoTModel(MoTPreTrainedModel):
             sparse_way(target)  # refuses a target that cannot, before the source reads
         if plan.uncertain:
             check_runs_slots(target)
+        if plan.resume is not None:
+            check_resumable(target, self.target_geometry)
         cache, source_ids, source_mask = self.read_source(texts, source, source_tokenizer, allow_variant, plan=plan)
         return self.translate(
             cache,
@@ -240,10 +225,16 @@ class MoTModel(MoTPreTrainedModel):
             prefix=len(self.config.target["prefix_ids"]),
             target_ids=inputs.target_ids,
             target_mask=inputs.target_mask,
-            hidden_layer=self.config.target_hidden_layer,
+            hidden_layer=self._hidden_layer(plan),
         )
         read = replace(inputs, bottom_states=states, target_hidden_states=hidden)
         return read.to(next(self.parameters(), None))
+
+    def _hidden_layer(self, plan: ReplayPlan) -> int | None:
+        """The target layer whose native input is read. An identity hands that through which a plan resumes from."""
+        if self.config.method == "identity" and plan.resume is not None:
+            return plan.resume + 1
+        return self.config.target_hidden_layer
 
     def plan(
         self, replay: str | ReplayPlan | None = None, context_length: int | None = None, guided: bool = True
@@ -279,7 +270,20 @@ class MoTModel(MoTPreTrainedModel):
 
     def _check_reads(self, plan: ReplayPlan) -> None:
         """Refuses a plan in which the target does not compute the hidden state that is read, or not of all tokens."""
-        layer_idx = self.config.target_hidden_layer
+        layer_idx, resumed = self.config.target_hidden_layer, self.config.resume_layer
+        if plan.resume is not None and resumed != plan.resume + 1 and self.config.method != "identity":
+            given = "no input of a layer" if resumed is None else f"that of layer {resumed}"
+            way_out = "Fit one with" if resumed is None else f"Pass replay='resume:{resumed - 1}', or fit one with"
+            raise ValueError(
+                f"`replay` is {plan}, by which the target runs from the input of its layer {plan.resume + 1}, but "
+                f"this translator gives {given}. {way_out} `resume_layer` {plan.resume + 1}."
+            )
+        if resumed is not None and plan.kind == "none" and plan.resume is None:
+            raise ValueError(
+                f"`replay` is {plan}, but this translator gives the input of layer {resumed} of the target "
+                f"(`resume_layer`), which then has to run from there. Pass replay='resume:{resumed - 1}' or "
+                f"'resume:{resumed - 1}+tokens:32'."
+            )
         if layer_idx is None:
             return
         if plan.bottom <= layer_idx:
@@ -347,30 +351,27 @@ class MoTModel(MoTPreTrainedModel):
             attention_mask = attention_mask.to(own.device)
         layers = [layer_idx for layer_idx in self.target_layers if layer_idx >= first_layer]
         left_out = self.target_layers[: len(self.target_layers) - len(layers)]
-        skipped = sum(self.target_geometry.layers[layer_idx].width for layer_idx in left_out)
+        geometry, restored = self.target_geometry, self.config.restored_layers
+        skipped = sum(layer_width(geometry, restored, layer_idx) for layer_idx in left_out)
         states = self.translator(
             source_states, embeddings, attention_mask, start=skipped, target_hidden_states=target_hidden_states
         )
-        # What is handed through is right everywhere.
-        log_error = states.new_zeros(states.shape[:2]) if self.config.method == "identity" else None
-        if self.config.predicts_error:
-            states, log_error = states[..., :-1], states[..., -1]
-        key_states, value_states = split_layers(states, self.target_geometry, layers)
-        normed = [
-            self.key_norms[str(layer_idx)](keys) if str(layer_idx) in self.key_norms else keys
-            for layer_idx, keys in zip(layers, key_states, strict=True)
-        ]
-        return MoTOutput(key_states=tuple(normed), value_states=value_states, log_error=log_error)
+        output = split_output(states, geometry, layers, restored, self.key_norms, self.config.predicts_error)
+        if self.config.method == "identity":  # what is handed through is right everywhere
+            output.log_error = states.new_zeros(states.shape[:2])
+        return output
 
     def assemble(
         self, output: MoTOutput, inputs: TranslationInputs, target: PreTrainedModel, plan: ReplayPlan | None = None
     ) -> TranslatedCache:
         """Makes the target's cache of translated states, and attaches the target. Gradients flow through it."""
-        layers = self.target_layers[len(self.target_layers) - len(output.key_states) :]  # all, or the upper ones
+        states = output.by_layer(self.target_layers, self.config.restored_layers)
         cache = replay(
             ReplayPlan() if plan is None else plan,
-            dict(zip(layers, output.key_states, strict=True)),
-            dict(zip(layers, output.value_states, strict=True)),
+            states.key_states,
+            states.value_states,
+            attention_inputs=states.attention_inputs,
+            hidden_states=output.hidden_states,
             target=target,
             contract=self.config.target,
             position_free=self.config.position_free,

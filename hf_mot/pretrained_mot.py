@@ -47,18 +47,23 @@ class MoTPreTrainedModel(PreTrainedModel):
         self.source_geometry = ModelGeometry.from_dict(config.source["geometry"])
         self.target_geometry = ModelGeometry.from_dict(config.target["geometry"])
         self._check_target_hidden_layer()
+        self._check_resume_layer()
         for name, layers, geometry in (
             ("source_layers", config.source_layers, self.source_geometry),
             ("target_layers", config.target_layers or [], self.target_geometry),
             ("key_norms", config.key_norms, self.target_geometry),
+            ("restored_layers", config.restored_layers, self.target_geometry),
         ):
             depth = len(geometry.layers)
             if not set(layers) <= set(range(depth)):
                 raise ValueError(f"`{name}` must lie in 0..{depth - 1}, got {layers}.")
-        if config.piece_ranks is not None and len(config.piece_ranks) != len(self.target_layers):
+        if config.restored_layers and self.target_geometry.hidden_dim is None:
+            raise ValueError(f"`restored_layers` is {config.restored_layers}, but {self._no_hidden_dim}")
+        resumed = config.resume_layer is not None
+        if config.piece_ranks is not None and len(config.piece_ranks) != len(self.target_layers) + resumed:
             raise ValueError(
                 f"`piece_ranks` must be [keys, values] for each of the {len(self.target_layers)} target layers that "
-                f"are translated, got {len(config.piece_ranks)}."
+                f"are translated{', and [state] for a `resume_layer`' * resumed}, got {len(config.piece_ranks)}."
             )
         if config.method == "identity" and config.source_layers != self.target_layers:
             raise ValueError(
@@ -85,11 +90,27 @@ class MoTPreTrainedModel(PreTrainedModel):
                 f"read: nothing would compute those above, got {self.target_layers}."
             )
         if self.target_geometry.hidden_dim is None:
+            raise ValueError(f"`target_hidden_layer` is {layer_idx}, but {self._no_hidden_dim}")
+
+    def _check_resume_layer(self) -> None:
+        layer_idx, depth = self.config.resume_layer, len(self.target_geometry.layers)
+        if layer_idx is None:
+            return
+        if layer_idx >= depth:
             raise ValueError(
-                f"`target_hidden_layer` is {layer_idx}, but the layers of this target "
-                f"({self.config.target['model_type']}) do not each get one hidden state a token, or its contract is "
-                "of an earlier release and does not tell. Make the contract anew, or leave the field out."
+                f"`resume_layer` must lie in 1..{depth - 1}, so that one of the target's {depth} layers is left to "
+                f"run, got {layer_idx}."
             )
+        if self.target_geometry.hidden_dim is None:
+            raise ValueError(f"`resume_layer` is {layer_idx}, but {self._no_hidden_dim}")
+
+    @property
+    def _no_hidden_dim(self) -> str:
+        return (
+            f"the layers of this target ({self.config.target['model_type']}) do not each get one hidden state a "
+            "token, or its contract is of an earlier release and does not tell. Make the contract anew, or leave the "
+            "field out."
+        )
 
     @property
     def target_layers(self) -> list[int]:
@@ -131,7 +152,8 @@ class MoTPreTrainedModel(PreTrainedModel):
         Args:
             source, target (`dict`): The contracts of both models, as `contract_mot.describe_model` writes them.
             channel_ratio, start, mapping (*optional*): The channel window, as in [`channels_mot.channels`]; by default
-                all target layers (above a `target_hidden_layer`), each with the source layer of its relative depth.
+                all target layers (above a `target_hidden_layer`, below a `resume_layer`), each with the source layer
+                of its relative depth.
             **fields: Fields of [`MoTConfig`], such as those of `configuration_mot.PAPER`; `source_layers` and
                 `target_layers` take the place of the window's.
 
@@ -147,6 +169,13 @@ class MoTPreTrainedModel(PreTrainedModel):
             window = {name: layers[len(layers) - above :] for name, layers in window.items()}
             window["target_layers"] = window["target_layers"] or [hidden_layer + 1]  # which is refused
             default["replay"] = f"bottom:{window['target_layers'][0]}"
+        elif fields.get("resume_layer") is not None:
+            layer_idx = fields["resume_layer"]
+            window = {
+                **{name: own[:layer_idx] for name, own in window.items()},
+                "target_layers": list(range(layer_idx)),
+            }
+            default["replay"] = f"resume:{layer_idx - 1}"
         elif channel_ratio == 1:
             window["target_layers"] = None
         return cls(MoTConfig(source=source, target=target, **{**default, **window, **fields}))
@@ -177,7 +206,7 @@ class MoTPreTrainedModel(PreTrainedModel):
         if path is None:
             raise ValueError("This translator has no linear path to load. Set `linear_path` or `trunk` in its config.")
         for field in (
-            *("source_layers", "target_layers", "rank", "piece_ranks"),
+            *("source_layers", "target_layers", "resume_layer", "restored_layers", "rank", "piece_ranks"),
             *("source_window", "embedding_window", "target_hidden_layer", "position_free", "key_norms"),
             "predicts_error",
         ):

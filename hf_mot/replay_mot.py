@@ -19,6 +19,7 @@ _FORMS = {
     "bottom": r"bottom:[1-9]\d*",
     "tokens": r"tokens:[1-9]\d*",
     "uncertain": r"uncertain:[1-9]\d*",
+    "resume": r"resume:\d+",
 }
 _COUNTS = ("bottom", "tokens", "uncertain")
 FULL_LAYERS = 2  # by default, of a sparse plan
@@ -52,6 +53,9 @@ class ReplayPlan:
             times as many keep that instead. 0: to all.
         full_layers (`int`, *optional*, defaults to 2):
             With `sparse`, so many of the target's first layers attend to all tokens (the paper's L_full).
+        resume (`int`, *optional*):
+            The target runs the layers above this one over the context, from a hidden state that is translated beside
+            the keys and values of the others, this one included.
 
     Raises:
         `ValueError`: negative counts, or parts that exclude each other.
@@ -64,6 +68,7 @@ class ReplayPlan:
     uncertain: int = 0
     sparse: int = 0
     full_layers: int = FULL_LAYERS
+    resume: int | None = None
 
     def __post_init__(self):
         counts = [getattr(self, name) for name in _COUNTS]
@@ -76,6 +81,11 @@ class ReplayPlan:
                 "`replay` full and sparse run all layers over all tokens, so bottom, tokens and uncertain do not go "
                 f"with them, got {self}. Leave out either."
             )
+        if self.resume is not None and (self.resume < 0 or self.kind == "full" or self.bottom):
+            raise ValueError(
+                "`resume` of a plan must be a layer, from 0, and those above it are run from a translated state, so "
+                f"full, sparse and bottom do not go with it, got {self}. Leave out either."
+            )
         if min(self.sparse, self.full_layers) < 0 or (self.sparse and self.kind != "full"):
             raise ValueError(
                 "`sparse` and `full_layers` of a plan must be 0 or more, and `sparse` goes with the kind full, got "
@@ -86,8 +96,8 @@ class ReplayPlan:
     def parse(cls, plan: "str | ReplayPlan") -> "ReplayPlan":
         """Reads a plan from its name: `"none"`, `"full"` or, with a channel window, `"full:6-11"`; `"sparse:128"`,
         with other full layers than two `"sparse:128/4"`, with a window `"full:6-11+sparse:128"`; `"bottom:6"`,
-        `"tokens:32"`, `"uncertain:32"`, or several as `"bottom:6+tokens:32"`. Raises `ValueError` for an unknown
-        one."""
+        `"tokens:32"`, `"uncertain:32"`, `"resume:5"`, or several as `"bottom:6+tokens:32"`. Raises `ValueError` for
+        an unknown one."""
         if isinstance(plan, cls):
             return plan
         given: dict[str, list[int]] = {}
@@ -98,20 +108,22 @@ class ReplayPlan:
                     "`replay` must be one of none, full, full:6-11 (the layers to inject), sparse:128 (so many "
                     "positions per token, from 1) or sparse:128/2 (but in so many first layers), bottom:6 (so many "
                     "first layers are native), tokens:32 (so many last tokens are; both from 1), uncertain:32 (so "
-                    "many are that are likeliest translated wrong, from 1) or several, like bottom:6+tokens:32, got "
-                    f"{plan!r}."
+                    "many are that are likeliest translated wrong, from 1), resume:5 (the layers above it run from a "
+                    f"translated state) or several, like bottom:6+tokens:32, got {plan!r}."
                 )
             given[name] = [int(number) for number in re.findall(r"\d+", part)]
         if "none" in given and len(given) > 1:
             raise ValueError(f"`replay` none runs nothing natively, so no part goes with it, got {plan!r}. Drop none.")
         window = tuple(given.get("full", ())) or None
-        counts = {name: given[name][0] for name in _COUNTS if name in given}
+        counts = {name: given[name][0] for name in (*_COUNTS, "resume") if name in given}
         if "sparse" in given:
             counts |= dict(zip(("sparse", "full_layers"), given["sparse"], strict=False))
         return cls("full" if {"full", "sparse"} & given.keys() else "none", window, **counts)
 
     def __str__(self) -> str:
         parts = [f"{name}:{count}" for name in _COUNTS if (count := getattr(self, name))]
+        if self.resume is not None:
+            parts.insert(0, f"resume:{self.resume}")
         if self.sparse:
             parts.insert(0, f"sparse:{self.sparse}" + f"/{self.full_layers}" * (self.full_layers != FULL_LAYERS))
         if self.kind == "full" and not (self.sparse and self.window is None):
@@ -121,7 +133,7 @@ class ReplayPlan:
     @property
     def runs_target(self) -> bool:
         """Whether the target runs over any of the context."""
-        return self.kind == "full" or self.bottom > 0 or self.run_tokens > 0
+        return self.kind == "full" or self.bottom > 0 or self.run_tokens > 0 or self.resume is not None
 
     @property
     def run_tokens(self) -> int:
@@ -167,6 +179,8 @@ class ReplayPlan:
             )
         if self.bottom == depth:
             return range(depth, depth)
+        if self.resume is not None:
+            return self._below(translated, depth)
         first, last = (translated[0], translated[-1]) if self.window is None else self.window
         if not translated[0] <= first <= last <= translated[-1]:
             raise ValueError(
@@ -180,6 +194,20 @@ class ReplayPlan:
                 + (f" or replay='bottom:{first}'." if last == depth - 1 else ".")
             )
         return range(max(first, self.bottom), last + 1)
+
+    def _below(self, translated: Sequence[int], depth: int) -> range:
+        """The layers below those that `resume` runs."""
+        if self.resume > depth - 2:
+            raise ValueError(
+                f"`replay` {self} runs the layers above {self.resume} of the target, but it has {depth}, from 0. "
+                f"Choose from resume:0 to resume:{depth - 2}."
+            )
+        if not translated[0] == 0 <= self.resume <= translated[-1]:
+            raise ValueError(
+                f"`replay` {self} needs layers 0-{self.resume} of the target, but the translator gives layers "
+                f"{translated[0]}-{translated[-1]}."
+            )
+        return range(self.resume + 1)
 
     def translated_tokens(self, attention_mask: torch.Tensor, prefix: int) -> int:
         """
@@ -252,14 +280,21 @@ class ReplayPlan:
 
     def target_flops(self, config: MoTConfig, context_length: int) -> int:
         """What the target computes of `flops`: a native prefill, without its upper layers over the tokens that are
-        translated. More `tokens` than there are count as all. Those of `uncertain` run on top of the `bottom` of all,
-        and cost most where they are the last ones, as they are counted."""
+        translated, and what restores layers of these or runs from a translated state. More `tokens` than there are
+        count as all. Those of `uncertain` run on top of what the target computes for all, and cost most where they are
+        the last ones, as they are counted."""
         geometry = ModelGeometry.from_dict(config.target["geometry"])
-        native = native_flops(geometry, context_length)
+        native, translated = native_flops(geometry, context_length), max(context_length - self.tokens, 0)
+        depth = len(geometry.layers)
+        first, last = self.window or (0, depth - 1 if self.resume is None else self.resume)
+        injected = [idx for idx in config.restored_layers if max(first, self.bottom) <= idx <= last]
+        restored = sum(projection_flops(geometry, translated, idx) for idx in injected)
         if self.kind == "full":
-            return native - len(self.sparse_layers(_windows(geometry))) * self._unseen_flops(geometry, context_length)
-        skipped, read = (max(context_length - count, 0) for count in (self.run_tokens, self.tokens))
-        return native - native_flops(geometry, skipped) + bottom_flops(geometry, read, self.bottom)
+            unseen = len(self.sparse_layers(_windows(geometry))) * self._unseen_flops(geometry, context_length)
+            return native - unseen + restored
+        run = bottom_flops(geometry, translated, self.bottom)
+        run += 0 if self.resume is None else resume_flops(geometry, translated, self.resume + 1)
+        return native - native_flops(geometry, max(context_length - self.run_tokens, 0)) + run + restored
 
     def _unseen_flops(self, geometry: ModelGeometry, context_length: int) -> int:
         """What a layer of `sparse` saves."""
@@ -291,6 +326,20 @@ def bottom_flops(geometry: ModelGeometry, context_length: int, layers: int) -> i
     equal share of `native_flops`, and of the last its projections, queries included."""
     if layers == 0:
         return 0
-    projections = geometry.embedding_dim * (geometry.layers[layers - 1].width + geometry.attention_dim)
     below = native_flops(geometry, context_length) * (layers - 1) // len(geometry.layers)
-    return below + 2 * context_length * projections
+    return below + projection_flops(geometry, context_length, layers - 1)
+
+
+def resume_flops(geometry: ModelGeometry, context_length: int, layer_idx: int) -> int:
+    """FLOPs (2 × MACs) of the layers from `layer_idx` up as far as the keys and values of the last: those below that,
+    each with an equal share of `native_flops`, and of it its projections."""
+    depth = len(geometry.layers)
+    run = native_flops(geometry, context_length) * (depth - 1 - layer_idx) // depth
+    return run + projection_flops(geometry, context_length, depth - 1)
+
+
+def projection_flops(geometry: ModelGeometry, context_length: int, layer_idx: int) -> int:
+    """FLOPs (2 × MACs) of what makes the keys and values of a layer of the input of its attention: its projections,
+    queries included."""
+    width = geometry.layers[layer_idx].width + geometry.attention_dim
+    return 2 * context_length * (geometry.hidden_dim or geometry.embedding_dim) * width

@@ -10,10 +10,13 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from .cache_mot import TranslatedCache
-from .capture_mot import prefill
+from .capture_mot import PrefilledCache, prefill
 from .compat_mot import layer_windows, run_decoder
 from .geometry_mot import ModelGeometry
+from .layers_mot import require_read
 from .replay_mot import ReplayPlan
+from .restore_mot import restore
+from .resume_mot import check_resumable, resume
 from .rows_mot import positions_from_mask
 from .sparse_mot import sparse_attention
 from .uncertain_mot import choose_slots, run_slots
@@ -38,7 +41,8 @@ def read_bottom(
         target (`PreTrainedModel`): The target model.
         prefix (`int`): Special tokens that each row starts with.
         target_ids, target_mask (`torch.Tensor`): The target's rows, prefix first.
-        hidden_layer (`int`, *optional*): A layer of the plan's `bottom` whose input is kept.
+        hidden_layer (`int`, *optional*): A layer whose input is kept: one of the plan's `bottom`, or that from which
+            a plan resumes, which is then read natively.
 
     Returns:
         `tuple`: Keys and values of each of the first layers, and the hidden states that went into `hidden_layer`,
@@ -48,10 +52,11 @@ def read_bottom(
         `ValueError`: a row that is too short for the plan.
     """
     translated = plan.translated_tokens(target_mask, prefix)
-    if translated == 0 or plan.bottom == 0:
+    last = plan.bottom if hidden_layer is None else max(plan.bottom, hidden_layer + 1)
+    if translated == 0 or last == 0:
         return (), None
     ids, mask = target_ids[:, :translated], target_mask[:, :translated]
-    cache = prefill(target, ids, mask, range(plan.bottom), hidden_layer=hidden_layer)
+    cache = prefill(target, ids, mask, range(last), hidden_layer=hidden_layer)
     hidden = cache.hidden_states
     if hidden is not None:
         hidden = hidden.masked_fill(mask[..., None].to(hidden.device) == 0, 0)
@@ -63,6 +68,8 @@ def replay(
     key_states: Mapping[int, torch.Tensor],
     value_states: Mapping[int, torch.Tensor],
     *,
+    attention_inputs: Mapping[int, torch.Tensor] | None = None,
+    hidden_states: torch.Tensor | None = None,
     target: PreTrainedModel,
     contract: dict[str, Any],
     position_free: bool = True,
@@ -80,6 +87,10 @@ def replay(
         plan ([`ReplayPlan`]): What the target computes.
         key_states, value_states (`Mapping[int, torch.Tensor]`): Translated states by target layer. Layers and last
             tokens that the plan leaves to the target are not read.
+        attention_inputs (`Mapping[int, torch.Tensor]`, *optional*): By target layer, what goes into its attention,
+            `[batch, seq, hidden]`, of layers whose keys and values the target restores from that.
+        hidden_states (`torch.Tensor`, *optional*): What goes into the lowest of the layers that a plan `resume` runs,
+            `[batch, seq, hidden]`.
         target (`PreTrainedModel`): The target model; its parameters are not changed.
         contract (`dict`): The target's contract, `config.target`.
         position_free (`bool`, *optional*, defaults to `True`): Whether the keys are without positions, to be put on.
@@ -93,7 +104,7 @@ def replay(
     Raises:
         `ValueError`: a plan that these layers or rows are too few for; plan sparse without guidance, or for a target
             that cannot look at some tokens alone; plan uncertain without `log_error`, or for a target that cannot run
-            single tokens.
+            single tokens; plan resume without a hidden state, or for a target whose upper layers do not run alone.
         `RuntimeError`: the target has left the cache aside.
     """
     geometry, prefix_ids = ModelGeometry.from_dict(contract["geometry"]), contract["prefix_ids"]
@@ -113,12 +124,19 @@ def replay(
     if translated == 0:  # the target has no prefix and runs all tokens
         return filled(_states(prefill(target, ids, mask)), mask)
 
-    injected = plan.layers(sorted(key_states), len(geometry.layers))
+    if plan.resume is not None:
+        check_resumable(target, geometry)
+    activations = attention_inputs or {}
+    injected = plan.layers(sorted({*key_states, *activations}), len(geometry.layers))
     first = ids[:, :translated], mask[:, :translated], positions[:, :translated]
-    states = {idx: (key_states[idx][:, :, :translated], value_states[idx][:, :, :translated]) for idx in injected}
+    activations = {idx: activations[idx][:, :translated] for idx in injected if idx in activations}
+    restored = restore(target, activations, first[0], *(() if bool(first[1].all()) else first[1:]))
 
-    def placed(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> _States:
-        return geometry.apply_positions(layer_idx, keys, values, first[2]) if position_free else (keys, values)
+    def placed(layer_idx: int, **place: Any) -> _States:
+        if layer_idx in restored:
+            return restored[layer_idx]
+        pair = (states[layer_idx][:, :, :translated].to(**place) for states in (key_states, value_states))
+        return geometry.apply_positions(layer_idx, *pair, first[2]) if position_free else tuple(pair)
 
     if plan.kind == "full":
         windows = geometry.windows or layer_windows(target.config.get_text_config())[: len(geometry.layers)]
@@ -128,7 +146,7 @@ def replay(
         # The layers of a group share what they are guided by, also when it is narrowed.
         narrowed = {id(part): part[..., : plan.sparse] for part in (guidance or {}).values()}
         sparse = {idx: narrowed[id(guidance[idx])] for idx in sparse_layers}
-        placed_states = {idx: placed(idx, *pair) for idx, pair in states.items()}
+        placed_states = {idx: placed(idx, dtype=weight.dtype) for idx in injected}
         with sparse_attention(target, sparse):
             layers = _injected(placed_states, target, prefix_ids, *first)
     else:
@@ -141,13 +159,22 @@ def replay(
                 f"{[tuple(keys.shape) for keys, _ in bottom_states]}. Take them from read_target with this plan."
             )
         layers = list(bottom_states)
-        prefix = prefill(target, torch.tensor([prefix_ids])) if prefix_ids and states else None
-        for layer_idx, pair in states.items():
+        start = None if plan.resume is None else plan.resume + 1
+        with_prefix = bool(prefix_ids) and len(injected) > 0
+        prefix = prefill(target, torch.tensor([prefix_ids]), hidden_layer=start) if with_prefix else None
+        for layer_idx in injected:
             native = None if prefix is None else prefix.layers[layer_idx]
             # Under a device map each layer lives where the target put it.
             device = weight.device if native is None else native.keys.device
-            pair = placed(layer_idx, *(part.to(device=device, dtype=weight.dtype) for part in pair))
-            layers.append(pair if native is None else _with_prefix(pair, native, *first[1:]))
+            pair = placed(layer_idx, device=device, dtype=weight.dtype)
+            if native is not None:
+                pair = (
+                    _with_prefix(pair[0], native.keys, *first[1:]),
+                    _with_prefix(pair[1], native.values, *first[1:]),
+                )
+            layers.append(pair)
+        if start is not None:
+            layers += _resumed(start, hidden_states, prefix, target, *first)
     cache = filled(layers, first[1])
     if plan.uncertain:
         if log_error is None:
@@ -166,6 +193,27 @@ def _states(cache: Cache) -> list[_States]:
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
+def _resumed(
+    start: int,
+    hidden_states: torch.Tensor | None,
+    prefix: PrefilledCache | None,
+    target: PreTrainedModel,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    positions: torch.Tensor,
+) -> list[_States]:
+    """The target runs its layers from `start` up, of translated hidden states; those of `prefix` are its own."""
+    if hidden_states is None:
+        raise ValueError(
+            f"`hidden_states` is required by the plan resume:{start - 1}: what goes into layer {start} of the target. "
+            "Pass what a translator with that `resume_layer` gives."
+        )
+    hidden = hidden_states[:, : ids.shape[1]].to(target.get_input_embeddings().weight)
+    if prefix is not None:
+        hidden = _with_prefix(hidden[:, None], prefix.hidden_states[:, None], mask, positions)[:, 0]
+    return resume(target, start, hidden, ids, *(() if bool(mask.all()) else (mask, positions)))
+
+
 def _injected(
     states: Mapping[int, _States],
     target: PreTrainedModel,
@@ -179,7 +227,7 @@ def _injected(
     cache = _InjectingCache(states, keep_own=own)
     padded = not bool(mask.all())
     run_decoder(target, ids, cache, *((mask, positions) if padded else ()))
-    _require_read(sorted(set(states) - cache.done))
+    require_read(set(states) - cache.done)
     return _states(cache)
 
 
@@ -191,29 +239,19 @@ def _read_on(
     fork, done = cache.fork(), cache.prefix_mask.shape[1]
     padded = not bool(mask.all())
     run_decoder(target, ids[:, done:], fork, *((mask, positions[:, done:]) if padded else ()))
-    _require_read([idx for idx, layer in enumerate(fork.layers) if layer.keys.shape[2] < ids.shape[1]])
+    require_read([idx for idx, layer in enumerate(fork.layers) if layer.keys.shape[2] < ids.shape[1]])
     return _states(fork)
 
 
-def _require_read(missed: Sequence[int]) -> None:
-    """Gradient checkpointing in training mode, for one, takes the cache away without a word."""
-    if missed:
-        raise RuntimeError(
-            f"The target ran past the cache in its layers {list(missed)}. Turn gradient checkpointing off and put the "
-            "target in eval mode."
-        )
-
-
-def _with_prefix(states: _States, prefix: Any, mask: torch.Tensor, positions: torch.Tensor) -> _States:
-    """`states` with those of `prefix`, a layer of a cache `[1, kv_heads, prefix, dim]`, in each row's first slots."""
-    own = mask.bool() & (positions < prefix.keys.shape[2])
-    slots = own.long().argmax(dim=1, keepdim=True) + torch.arange(prefix.keys.shape[2], device=own.device)
-
-    def put(part: torch.Tensor, from_prefix: torch.Tensor) -> torch.Tensor:
-        index = slots.to(part.device)[:, None, :, None].expand(-1, part.shape[1], -1, part.shape[3])
-        return part.scatter(2, index, from_prefix.expand(len(part), -1, -1, -1))
-
-    return put(states[0], prefix.keys), put(states[1], prefix.values)
+def _with_prefix(
+    states: torch.Tensor, prefix: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """`states` `[batch, heads, seq, dim]` with those of `prefix`, `[1, heads, prefix, dim]`, in each row's first
+    slots."""
+    own = mask.bool() & (positions < prefix.shape[2])
+    slots = own.long().argmax(dim=1, keepdim=True) + torch.arange(prefix.shape[2], device=own.device)
+    index = slots.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+    return states.scatter(2, index, prefix.to(states).expand(len(states), -1, -1, -1))
 
 
 class _InjectingCache(DynamicCache):

@@ -2,13 +2,14 @@
 
 Shapes: source states `[batch, seq, source width]`, embeddings `[batch, seq, embedding width]` (the causal window of
 the target's token embeddings, own token first), hidden states of the target `[batch, seq, hidden]`, each `None` where
-it is not read; output `[batch, seq, target width - start]`: per target layer keys, then values, from channel `start`
-on, where a layer begins; what lies before is computed only where that is simpler. With a [`ErrorPrediction`] one more
-channel follows, what it says.
+it is not read; output `[batch, seq, target width - start]`: per target layer keys, then values, or the one state that
+both are restored from, and at the end the hidden state that a target resumes from, if any; from channel `start` on,
+where a layer begins; what lies before is computed only where that is simpler. With a
+[`ErrorPrediction`] one more channel follows, what it says.
 `attention_mask` is `[batch, seq]`, 0 on the pads of left-padded rows.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,13 +34,14 @@ class Widths:
     Args:
         source (`tuple[tuple[int, int], ...]`): Per source layer read, of its keys and of its values.
         embeddings (`int`): Of the window of target token embeddings; 0 for none.
-        target (`tuple[tuple[int, int], ...]`): Per target layer translated, of its keys and of its values.
+        target (`tuple[tuple[int, ...], ...]`): Per target layer translated, of its keys and of its values, or of the
+            one state that they are restored from; at the end of that which a target resumes from, if any.
         hidden (`int`, *optional*, defaults to 0): Of the target's hidden state that is read; 0 for none.
     """
 
     source: tuple[tuple[int, int], ...]
     embeddings: int
-    target: tuple[tuple[int, int], ...]
+    target: tuple[tuple[int, ...], ...]
     hidden: int = 0
 
     @classmethod
@@ -48,13 +50,15 @@ class Widths:
         source, target = (ModelGeometry.from_dict(contract["geometry"]) for contract in (config.source, config.target))
         translated = range(len(target.layers)) if config.target_layers is None else config.target_layers
 
-        def dims(geometry: ModelGeometry, layers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-            read = [geometry.layers[layer_idx] for layer_idx in layers]
-            return tuple((layer.kv_heads * layer.key_dim, layer.kv_heads * layer.value_dim) for layer in read)
+        def dims(geometry: ModelGeometry, layer_idx: int) -> tuple[int, int]:
+            layer = geometry.layers[layer_idx]
+            return layer.kv_heads * layer.key_dim, layer.kv_heads * layer.value_dim
 
         embeddings = config.embedding_window * target.embedding_dim
         hidden = 0 if config.target_hidden_layer is None else target.hidden_dim
-        return cls(dims(source, config.source_layers), embeddings, dims(target, translated), hidden)
+        written = [(target.hidden_dim,) if idx in config.restored_layers else dims(target, idx) for idx in translated]
+        written += [] if config.resume_layer is None else [(target.hidden_dim,)]
+        return cls(tuple(dims(source, idx) for idx in config.source_layers), embeddings, tuple(written), hidden)
 
     @property
     def source_dim(self) -> int:
@@ -200,11 +204,16 @@ class Refinement(nn.Module):
         return self.mixture(inner, [inner], attention_mask)
 
 
+# Of the slots of a source, keys and values in turn, those that keys (0), values (1) and hidden states are made from.
+_SLOTS, _HIDDEN = (slice(0, None, 2), slice(1, None, 2), slice(None)), 2
+
+
 class MixtureTranslator(nn.Module):
     """
     Mixture-of-Translators as the paper has it (3.1, C.2): keys and values are translated apart, each from one slot a
-    channel and by translators of its own, which a gate over all that is read chooses for each token. The embedding
-    window and the target's hidden state, if any, are one more slot each, the first.
+    channel and by translators of its own, which a gate over all that is read chooses for each token. Hidden states,
+    such as both are restored from (C.5), are a third side, which reads the keys and the values of each channel. The
+    embedding window and the target's hidden state, if any, are one more slot each, the first.
 
     Args:
         widths ([`Widths`]): What is read and written.
@@ -217,18 +226,26 @@ class MixtureTranslator(nn.Module):
         super().__init__()
         self.widths, self.linear = widths, linear
         own = [width for width in (widths.embeddings, widths.hidden) if width]
+        # In the order of the output: the side that writes it, and its width.
+        self.pieces = [
+            (_HIDDEN if len(dims) == 1 else side, dim) for dims in widths.target for side, dim in enumerate(dims)
+        ]
+        self.written = sorted({side for side, _ in self.pieces})
         self.sides = nn.ModuleList(
             make_mixture(
                 gate_dim=widths.read_dim,
-                slot_dims=[*own, *(dims[side] for dims in widths.source)],
-                output_dim=sum(dims[side] for dims in widths.target),
+                slot_dims=[*own, *sum(widths.source, ())[_SLOTS[side]]],
+                output_dim=sum(self._widths_of(side)),
             )
-            for side in (0, 1)  # keys, values
+            for side in self.written
         )
         if linear is not None:
             for side in self.sides:
                 for expert in side.experts:
                     _start_at_zero(expert.output_projection)
+
+    def _widths_of(self, side: int) -> list[int]:
+        return [width for own, width in self.pieces if own == side]
 
     def forward(
         self,
@@ -241,13 +258,11 @@ class MixtureTranslator(nn.Module):
         own = [part for part in (embeddings, target_hidden_states) if part is not None]
         gate_input = torch.cat([*([] if source_states is None else [source_states]), *own], dim=-1)
         slots = () if source_states is None else source_states.split([*sum(self.widths.source, ())], dim=-1)
-        translated = [
-            side(gate_input, [*own, *slots[index::2]], attention_mask).split(
-                [dims[index] for dims in self.widths.target], dim=-1
-            )
-            for index, side in enumerate(self.sides)
-        ]
-        states = torch.cat([part for pair in zip(*translated, strict=True) for part in pair], dim=-1)[..., start:]
+        translated = {}
+        for side, translate in zip(self.written, self.sides, strict=True):
+            states = translate(gate_input, [*own, *slots[_SLOTS[side]]], attention_mask)
+            translated[side] = iter(states.split(self._widths_of(side), dim=-1))
+        states = torch.cat([next(translated[side]) for side, _ in self.pieces], dim=-1)[..., start:]
         if self.linear is None:
             return states
         return _added(states, self.linear(source_states, embeddings, attention_mask, start, target_hidden_states))
@@ -284,7 +299,8 @@ class MLPTranslator(nn.Module):
 
 
 class IdentityTranslator(nn.Module):
-    """The oracle: hands the states of the target itself through. Its output must give the target's own logits."""
+    """The oracle: hands the states of the target itself through, and what goes into the layer that a plan resumes
+    from, if that is given. Its output must give the target's own logits."""
 
     def forward(
         self,
@@ -294,7 +310,8 @@ class IdentityTranslator(nn.Module):
         start: int = 0,
         target_hidden_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return source_states[..., start:]
+        states = source_states[..., start:]
+        return states if target_hidden_states is None else torch.cat([states, target_hidden_states], dim=-1)
 
 
 def _added(states: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:

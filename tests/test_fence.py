@@ -28,6 +28,8 @@ ORDER = (
     "cache_mot",
     "sparse_mot",
     "uncertain_mot",
+    "restore_mot",
+    "resume_mot",
     "replay_mot",
     "generation_mot",
     "pretrained_mot",

@@ -45,6 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read the target's own hidden state too, what goes into its layer N: layers 0 to N run, by plan bottom",
     )
     parser.add_argument(
+        "--resume-layer",
+        type=int,
+        metavar="N",
+        help="fit target layers 0 to N-1 and what goes into layer N, from which the target runs, by plan resume",
+    )
+    parser.add_argument(
+        "--restore",
+        type=_layers,
+        metavar="LAYERS",
+        help="of these target layers (5,11 or all) fit the input of the attention, of which it makes keys and values",
+    )
+    parser.add_argument(
         "--sensitivity",
         metavar="FILE",
         help="spend the rank where it costs, by hf-mot analyze --sensitivity --json FILE",
@@ -89,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
     from hf_mot.data.documents import read_documents
     from hf_mot.evaluation import save_report
     from hf_mot.fit import fit, piece_weights, save_fit
+    from hf_mot.geometry_mot import probe
     from hf_mot.hub.card import render_card
+    from hf_mot.hub.representation import describe_restored
     from hf_mot.hub.resolve import load_model, load_tokenizer
 
     documents = read_documents(args.text, lines=args.lines)
@@ -100,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         "source_window": args.source_window,
         "embedding_window": args.embedding_window,
         "target_hidden_layer": args.target_hidden_layer,
+        "resume_layer": args.resume_layer,
         "max_parameters": args.max_parameters,
         "flops_share": args.flops_share,
         "max_tokens": args.tokens,
@@ -119,6 +134,11 @@ def run(args: argparse.Namespace) -> int:
         power = 1.0 if args.sensitivity_power is None else args.sensitivity_power
         contract = describe_model(pair["target"], pair["target_tokenizer"])
         options["piece_weights"] = piece_weights(sensitivity, contract, power)
+    if args.restore is not None:
+        first = 0 if args.target_hidden_layer is None else args.target_hidden_layer + 1
+        end = len(probe(pair["target"]).layers) if args.resume_layer is None else args.resume_layer
+        every = list(range(first, end))
+        options["restored_layers"] = every if args.restore == "all" else args.restore
     result = fit(documents, **pair, method=args.method, seed=args.seed, key_metric=args.key_metric, **options)
     if sensitivity is not None:
         result.report["sensitivity"] = {**describe_file(args.sensitivity), "power": power}
@@ -130,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
         save_fit(result, args.out, card=render_card(result.translator.config, result.report), overwrite=True)
     if args.json is not None:
         save_report(result.report, args.json)
-    print(format_fit(result.report, args.out))
+    print(format_fit(result.report, args.out, describe_restored(result.translator.config)))
     return 0
 
 
@@ -160,13 +180,14 @@ def describe_file(path: str) -> dict[str, str]:
         return {"name": os.path.basename(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def format_fit(report: dict[str, Any], out: str) -> str:
+def format_fit(report: dict[str, Any], out: str, notes: Iterable[str] = ()) -> str:
     """A few lines on what was fitted, and what to do with it."""
     layers = ", ".join(map(str, report["source_layers"]))
     counts = ", ".join(f"{report[key]:,} {key}" for key in ("tokens", "windows", "documents"))
     lines = [
         f"{report['method']}, rank {report['rank'] or 'full'}, source layers {layers}",
         *_hidden_lines(report),
+        *notes,
         *_rank_lines(report),
         *_norm_lines(report),
         *_metric_lines(report),
@@ -183,7 +204,11 @@ def format_fit(report: dict[str, Any], out: str) -> str:
 
 
 def _hidden_lines(report: dict[str, Any]) -> list[str]:
-    layer_idx = report.get("target_hidden_layer")
+    layer_idx, resumed = report.get("target_hidden_layer"), report.get("resume_layer")
+    if resumed is not None:
+        return [
+            f"gives layers 0 to {resumed - 1} and what goes into layer {resumed}, for the plan resume:{resumed - 1}"
+        ]
     if layer_idx is None:
         return []
     return [f"reads what goes into layer {layer_idx} of the target too, for the plan bottom:{layer_idx + 1}"]
@@ -215,7 +240,7 @@ def _highest(pieces: list[list[float]], form: str, first_layer: int = 0) -> str:
     named = [
         (value, f"{states} of {layer_idx}")
         for layer_idx, pair in enumerate(pieces, first_layer)
-        for value, states in zip(pair, ("keys", "values"), strict=True)
+        for value, states in zip(pair, ("keys", "values") if len(pair) == 2 else ("state",), strict=True)
     ]
     return ", ".join(f"{name} ({value:{form}})" for value, name in sorted(named, reverse=True)[:3])
 
@@ -225,6 +250,14 @@ def _count(value: str) -> int:
     if found is None:
         raise argparse.ArgumentTypeError(f"must be a number, or one of thousands or millions (14M), got {value!r}")
     return int(found[1]) if found[1] else round(float(found[2]) * {"k": 1_000, "M": 1_000_000}[found[3]])
+
+
+def _layers(value: str) -> list[int] | str:
+    if value == "all":
+        return value
+    if re.fullmatch(r"\d+(,\d+)*", value) is None:
+        raise argparse.ArgumentTypeError(f"must be layers like 5,11 or all, got {value!r}")
+    return [int(layer_idx) for layer_idx in value.split(",")]
 
 
 def _rank(value: str) -> int | str:

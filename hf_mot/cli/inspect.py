@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
 def describe(translator) -> dict[str, Any]:
     """What a loaded translator is, ready for JSON; what it does not record is absent."""
     from hf_mot.evaluation.describe import describe_form
+    from hf_mot.hub.representation import describe_restored
 
     config = translator.config
     description = {
@@ -47,6 +48,8 @@ def describe(translator) -> dict[str, Any]:
         "source": _describe_side(config.source),
         "target": _describe_side(config.target),
     }
+    if config.restored_layers:
+        description["restored"] = {"layers": config.restored_layers, "says": describe_restored(config)}
     if config.replay_curve is not None:
         description["replay_curve"] = config.replay_curve
     if translator.fit_report is not None:
@@ -63,6 +66,7 @@ def format_description(description: dict[str, Any]) -> str:
     share, depth = description["flops_share"], _layer_count(target)
     norms, hidden = description.get("key_norms", []), description.get("target_hidden_layer")
     predicts = description.get("predicts_error", False)
+    resumed = description.get("resume_layer")
     rows = [
         ("pair", f"{_name(source)} → {_name(target)}"),
         ("method", f"{description['method']}{format_rank(description)}"),
@@ -71,6 +75,8 @@ def format_description(description: dict[str, Any]) -> str:
         ("", f"embeddings of {description['embedding_window']} target tokens, the own one included"),
         *([("", f"the target's hidden state before its layer {hidden}")] if hidden is not None else []),
         ("writes", f"all {depth} target layers" if written is None else _window(written, depth)),
+        *([("", f"what goes into layer {resumed}, from which the target runs itself")] if resumed is not None else []),
+        *(("", line) for line in description.get("restored", {}).get("says", [])),
         *([("", f"keys of the weighted length of the target's own in {len(norms)} of them")] if norms else []),
         *([("", "how wrong each token is likely to be (plan uncertain)")] if predicts else []),
         ("weights", f"{description['parameters']:,}, {description['bytes'] / 1e6:.1f} MB in {description['dtype']}"),

@@ -64,8 +64,8 @@ def load_twin(name: str):
 def can_refit(translator: Any) -> bool:
     """Whether it is what a closed-form fit makes, and so its twin too."""
     config, report = translator.config, translator.fit_report or {}
-    # A fit translates all layers, or all above the one that it reads.
-    window = config.target_layers is not None and config.target_hidden_layer is None
+    # A fit translates all layers, or all above the one that it reads, or below the one that the target resumes from.
+    window = config.target_layers is not None and config.target_hidden_layer is None and config.resume_layer is None
     return config.method == "reduced_rank" and not window and "training" not in report
 
 
@@ -85,6 +85,8 @@ def refit_twin(name: str, translator: Any, corpus: Any, pair: dict[str, Any]):
         source_layers=[],
         embedding_window=config.embedding_window,
         target_hidden_layer=config.target_hidden_layer,
+        restored_layers=config.restored_layers,
+        resume_layer=config.resume_layer,
         key_norms="key_norms" in report,  # an empty list where the target's keys share no length
         **options,
     ).translator

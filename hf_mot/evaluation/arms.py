@@ -39,6 +39,8 @@ class Arm:
         by_plan (`bool`, *optional*, defaults to `False`): Whether a curve measures it by each of its plans.
         similar (`bool`, *optional*, defaults to `False`): Whether its cache, of the right tokens each where it
             belongs, is compared with the target's own.
+        states_only (`bool`, *optional*, defaults to `False`): Whether it gives keys and values alone, so that no plan
+            can resume from it.
         plan ([`ReplayPlan`], *optional*): A replay plan of its own, instead of the evaluation's.
     """
 
@@ -53,6 +55,7 @@ class Arm:
     shared: bool = False
     by_plan: bool = False
     similar: bool = False
+    states_only: bool = False
     plan: ReplayPlan | None = None
 
     @property
@@ -209,6 +212,7 @@ def _baseline(name: str) -> Arm:
             models.baselines[name].flops(context_length) + _replay_flops(models, context_length)
         ),
         similar=True,
+        states_only=True,
     )
 
 
@@ -247,9 +251,13 @@ ARMS = {
         flops=_no_source_flops,
         by_plan=True,
     ),
-    "zero_cache": Arm("a cache of zeros", zero_cache, needs="identity", similar=True),
+    "zero_cache": Arm("a cache of zeros", zero_cache, needs="identity", similar=True, states_only=True),
     "random_cache": Arm(
-        "noise with the mean and variance of its own cache", random_cache, needs="identity", similar=True
+        "noise with the mean and variance of its own cache",
+        random_cache,
+        needs="identity",
+        similar=True,
+        states_only=True,
     ),
     **{name: _baseline(name) for name in BASELINES},
     "text_handoff": Arm(

@@ -5,6 +5,7 @@ those that no plan plays a part in are shared by all.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -34,17 +35,20 @@ def default_plans(translator: MoTModel, context_length: int) -> list[str]:
         translator (`MoTModel`): The translator.
         context_length (`int`): Target tokens of the context.
     """
-    depth, hidden = len(translator.target_geometry.layers), translator.config.target_hidden_layer
-    least = 0 if hidden is None else hidden + 1  # of a translator that reads the target's hidden state
+    depth, config = len(translator.target_geometry.layers), translator.config
+    least = 0 if config.target_hidden_layer is None else config.target_hidden_layer + 1
+    base = ReplayPlan(bottom=least) if config.resume_layer is None else ReplayPlan(resume=config.resume_layer - 1)
     bottom = [ReplayPlan(bottom=count) for count in range(depth + 1)]
-    last = [ReplayPlan(bottom=least, tokens=context_length // part) for part in (8, 4, 2)]
+    last = [replace(base, tokens=context_length // part) for part in (8, 4, 2)]
     both = ReplayPlan(bottom=max(1, depth // 3, least), tokens=context_length // 8)
-    last += [ReplayPlan(bottom=least, uncertain=context_length // part) for part in (8, 4)]
+    last += [replace(base, uncertain=context_length // part) for part in (8, 4)]
     full = [] if len(translator.target_layers) == depth else [ReplayPlan("full")]
-    possible = [plan for plan in (*bottom, *last, both, *full) if _is_possible(translator, plan)]
-    shares = {plan: plan.flops_share(translator.config, context_length) for plan in possible if plan in bottom}
+    possible = [plan for plan in (base, *bottom, *last, both, *full) if _is_possible(translator, plan)]
+    shares = {plan: plan.flops_share(config, context_length) for plan in possible if plan in bottom}
     stairs = [min(shares, key=lambda plan: abs(shares[plan] - step / STEPS)) for step in range(STEPS + 1) if shares]
-    first = [plan for plan in possible if plan in bottom[least : least + 2]]  # nothing, and what is next to free
+    first = [
+        plan for plan in possible if plan in (base, *bottom[least : least + 2])
+    ]  # nothing, and what is next to free
     others = [plan for plan in possible if plan not in shares]
     return list(dict.fromkeys(str(translator.plan(plan)) for plan in (*first, *stairs, *others)))
 

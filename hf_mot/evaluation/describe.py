@@ -54,6 +54,10 @@ def describe_form(config: MoTConfig) -> dict[str, Any]:
         form["predicts_error"] = True
     if config.target_hidden_layer is not None:
         form["target_hidden_layer"] = config.target_hidden_layer
+    if config.restored_layers:
+        form["restored_layers"] = list(config.restored_layers)
+    if config.resume_layer is not None:
+        form["resume_layer"] = config.resume_layer
     return form if config.target_layers is None else {**form, "target_layers": list(config.target_layers)}
 
 
@@ -81,6 +85,10 @@ def format_form(form: dict[str, Any]) -> str:
         parts.append(f"source window {form['source_window']}")
     if "target_hidden_layer" in form:
         parts.append(f"hidden state that goes into target layer {form['target_hidden_layer']}")
+    if "restored_layers" in form:
+        parts.append(f"one state for keys and values of {len(form['restored_layers'])} layers")
+    if "resume_layer" in form:
+        parts.append(f"what goes into target layer {form['resume_layer']}")
     parts += [f"{form['bytes'] / 1e6:.1f} MB"] if "bytes" in form else []
     parts += [form["id"]] if "id" in form else []
     return ", ".join(parts)
@@ -112,9 +120,10 @@ def pair_fingerprint(translator: MoTModel) -> str:
 
 def fingerprint(translator: MoTModel) -> str:
     """A short hash of a translator's settings and weights, by which its results are known."""
-    # The curve is one of its results.
-    own = type(translator.config).__annotations__.keys() - {"source", "target", "model_type", "replay_curve"}
-    settings = {name: getattr(translator.config, name) for name in sorted(own)}
+    # The curve is one of its results. What is left at its default may be unknown to the release that measured.
+    config, default = translator.config, MoTConfig()
+    own = type(config).__annotations__.keys() - {"source", "target", "model_type", "replay_curve"}
+    settings = {name: getattr(config, name) for name in sorted(own) if getattr(config, name) != getattr(default, name)}
     digest = hashlib.sha256(json.dumps(settings).encode())
     for name, tensor in sorted(translator.state_dict().items()):
         digest.update(name.encode())

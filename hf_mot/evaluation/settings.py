@@ -142,5 +142,12 @@ def check_models(
     if any(plan.sparse for plan in plans):
         check_guide(source)
         sparse_way(target)
+    for plan in plans:
+        without = [arm for arm in arms if find_arm(arm).states_only]
+        if plan.resume is not None and without:
+            raise ValueError(
+                f"`arms` holds {', '.join(without)}, which give keys and values alone, but the plan {plan} runs the "
+                "target from a hidden state. Leave them out."
+            )
     if any(plan.uncertain for plan in plans):
         check_runs_slots(target)

@@ -25,7 +25,7 @@ from .pair import SAMPLE_TOKENS, Pair, held_out_rows, pair_windows
 from .ranks import Budget
 from .solve import LinearMap, choose_ridge, solve, solve_windowed
 from .statistics import Moments
-from .weights import channel_weights, output_blocks
+from .weights import channel_weights
 from .windows import Window, batched
 
 DEFAULT_RANK = 1024
@@ -66,6 +66,8 @@ def fit(
     source_window: int = DEFAULT_SOURCE_WINDOW,
     embedding_window: int = DEFAULT_EMBEDDING_WINDOW,
     target_hidden_layer: int | None = None,
+    restored_layers: Sequence[int] = (),
+    resume_layer: int | None = None,
     piece_weights: Sequence[Sequence[float]] | None = None,
     key_metric: str = "plain",
     key_norms: bool = True,
@@ -98,6 +100,10 @@ def fit(
         target_hidden_layer (`int`, *optional*): Reads the target's own hidden state too, what goes into this layer of
             it; the layers above alone are fitted, for the plan `bottom` of the others. The control then reads that
             state without the source, which is what the target's own layers can do alone.
+        restored_layers (`Sequence[int]`, *optional*, defaults to `()`): Target layers of which the input of the
+            attention is fitted in place of keys and values, which the target then makes of it (paper C.5, MoT-h).
+        resume_layer (`int`, *optional*): Fits the input of this target layer, a hidden state, beside the layers below
+            it, for the plan `resume` of these: the target runs the others itself.
         piece_weights (`Sequence[Sequence[float]]`, *optional*): What squared errors of keys and of values count,
             `[keys, values]` for each target layer, as [`piece_weights`] makes them of a measured sensitivity: a low
             rank, the choice of layers and that of the ridge strength then follow them. By default all count alike.
@@ -142,17 +148,29 @@ def fit(
     ):
         if value < least:
             raise ValueError(f"`{name}` must be at least {least}, got {value}.")
-    pair = Pair(source, target, source_tokenizer, target_tokenizer, target_hidden_layer=target_hidden_layer)
-    if target_hidden_layer is not None:  # refuses a layer that is not there, or cannot be read
+    pair = Pair(
+        *(source, target, source_tokenizer, target_tokenizer),
+        target_hidden_layer=target_hidden_layer,
+        restored_layers=sorted(set(restored_layers)),
+        resume_layer=resume_layer,
+    )
+    if (
+        target_hidden_layer is not None or restored_layers or resume_layer is not None
+    ):  # refuses layers that are not there, or cannot be read
         MoTModel(pair.config(rank=1))
-    budget = Budget.of(pair.target_geometry, max_parameters, flops_share, source_window, pair.first_layer, rank or 0)
+    target_runs = (pair.first_layer, pair.restored_layers, resume_layer)
+    budget = Budget.of(pair.target_geometry, max_parameters, flops_share, source_window, *target_runs, rank or 0)
     if budget is not None and rank is None:
         raise ValueError("`rank` is None, but a budget needs the most that it may be. Give a number.")
     if source_window > 1 and rank is None:
         raise ValueError(f"`rank` is None, but a `source_window` of {source_window} needs one. Give a number.")
-    weights = None if piece_weights is None else channel_weights(piece_weights, pair.target_geometry)
-    if weights is not None:
-        weights = weights[-sum(output_blocks(pair.fitted_geometry)) :]
+    weights = None
+    if piece_weights is not None:
+        weights = channel_weights(
+            piece_weights, pair.target_geometry, [place + pair.first_layer for place in pair.restored]
+        )
+        below = sum(layer.width for layer in pair.target_geometry.layers[: pair.first_layer])
+        weights = weights[below : below + sum(pair.output_blocks)]
     depth = len(pair.source_geometry.layers)
     if source_layers is not None:
         if not set(source_layers) <= set(range(depth)):
@@ -169,12 +187,14 @@ def fit(
         source_window=source_window,
         embedding_window=embedding_window,
         target_hidden_layer=target_hidden_layer,
+        restored_layers=pair.restored_layers,
+        resume_layer=resume_layer,
         key_metric=key_metric,
         seed=seed,
     )
     gathered = None
     if statistics is not None and os.path.exists(statistics):
-        gathered = Gathered.load(statistics, pair.fitted_geometry, settings)
+        gathered = Gathered.load(statistics, pair.fitted_geometry, settings, pair.restored)
     bar = tqdm(total=max_tokens, unit="token", desc="Choosing source layers", disable=not progress)
     sample = []  # the first windows choose the layers, and are then fitted on like all others
     for window in windows:
@@ -197,7 +217,7 @@ def fit(
         budget.check(rank, Widths.of(shell.config).read_dim)
     bar.set_description("Fitting")
     if gathered is None:
-        gathered = Gathered(pair.fitted_geometry, settings, source_layers)
+        gathered = Gathered(pair.fitted_geometry, settings, source_layers, restored=pair.restored)
     forward_before = pair.seconds["forward"]
     gather(pair, shell, itertools.chain(sample, windows), gathered, statistics, batch_tokens, bar)
     seconds["calibration_forward"] = pair.seconds["forward"] - forward_before
@@ -219,6 +239,8 @@ def fit(
         **({} if source_window == 1 else {"source_window": source_window}),
         "embedding_window": embedding_window,
         **({} if target_hidden_layer is None else {"target_hidden_layer": target_hidden_layer}),
+        **({} if resume_layer is None else {"resume_layer": resume_layer}),
+        **({"restored_layers": pair.restored_layers} if pair.restored_layers else {}),
         **({"key_norms": translator.config.key_norms} if key_norms else {}),
         **choices,
         **({} if piece_weights is None else {"piece_weights": [list(map(float, own)) for own in piece_weights]}),
@@ -248,7 +270,7 @@ def query_metric(pair: Pair, sample: Iterable[list[Window]], seed: int) -> KeyMe
     for batch in sample:
         rows = [prefix_ids + tokenize_with_spans(pair.target_tokenizer, window.text)[0] for window in batch]
         moments.add(pair.target, *left_pad(rows))
-    return moments.metric(pair.first_layer)
+    return moments.metric(pair.fitted_geometry, pair.first_layer, pair.restored)
 
 
 def _solve_both(
@@ -282,7 +304,8 @@ def _solve_one(pair, moments: Moments, held_x, held_y, config: MoTConfig, rank, 
         solution = lengths.lengthened(solution, key_weights, held_x, held_y)
     form: dict[str, Any] = {"rank": None if solution.up is None else len(solution.up)}
     if solution.piece_ranks is not None:
-        form["piece_ranks"] = torch.tensor(solution.piece_ranks).view(-1, 2).tolist()
+        ranks = iter(solution.piece_ranks)
+        form["piece_ranks"] = [[next(ranks) for _ in dims] for dims in read.target]
     shared = {
         name: getattr(config, name) for name in ("source_layers", "source_window", "embedding_window", "key_norms")
     }
@@ -302,8 +325,7 @@ def build_translator(config: MoTConfig, solution: LinearMap) -> MoTModel:
     module = model.translator
     up, bias = solution.up, solution.bias
     if up is not None:
-        fitted = model.target_geometry.layers[model.target_layers[0] :]
-        pieces = up.square().sum(0).split(output_blocks(replace(model.target_geometry, layers=fitted)))
+        pieces = up.square().sum(0).split([*sum(Widths.of(config).target, ())])
         scale = torch.cat([piece.mean().sqrt().clamp(min=1e-6).expand_as(piece) for piece in pieces])
         up, bias = up / scale, (bias + solution.center @ up) / scale
     source_dim = 0 if module.source_in is None else module.source_in.in_features
@@ -334,7 +356,9 @@ def build_translator(config: MoTConfig, solution: LinearMap) -> MoTModel:
 
 
 def set_key_norms(model: MoTModel, key_weights: Sequence[torch.Tensor]) -> None:
-    """Sets the weighted lengths of a translator's keys, from weights `[kv_heads, key_dim]` a layer that it writes."""
+    """Sets the weighted lengths of a translator's keys, from weights `[kv_heads, key_dim]` a layer that it writes keys
+    of."""
+    written = [layer_idx for layer_idx in model.target_layers if layer_idx not in model.config.restored_layers]
     with torch.no_grad():
         for layer_idx, norm in model.key_norms.items():
-            norm.scale.copy_(key_weights[int(layer_idx) - model.target_layers[0]].sqrt())
+            norm.scale.copy_(key_weights[written.index(int(layer_idx))].sqrt())

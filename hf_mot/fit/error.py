@@ -6,6 +6,7 @@ import torch
 
 from ..modeling_mot import MoTModel
 from ..translators_mot import Widths
+from ..translators_output_mot import MoTOutput
 from .pair import Pair
 from .solve import RIDGES
 from .statistics import Moments
@@ -37,15 +38,7 @@ def fit_error(
     module, features, log_error = model.translator, [], []
     for rows, native in zip(x.split(_ROWS), y.split(_ROWS), strict=True):
         read = _as_sequences(model, rows)
-        output = model(**read)
-        translated = torch.cat(
-            [
-                part.transpose(1, 2).flatten(2)[:, -1]  # [rows, channels]
-                for states in zip(output.key_states, output.value_states, strict=True)
-                for part in states
-            ],
-            dim=1,
-        )
+        translated = _as_rows(model, model(**read))
         error = pair.in_metric(translated - native).double() / moments.y_scale
         log_error.append(error.square().mean(1).clamp(min=_LEAST).log())
         features.append(module.error.features(module.inner(**read))[:, -1].double())
@@ -73,6 +66,21 @@ def _as_sequences(model: MoTModel, rows: torch.Tensor) -> dict[str, torch.Tensor
         states[:, -1] = part
         read[name] = states if part.shape[1] else None
     return read
+
+
+def _as_rows(model: MoTModel, output: MoTOutput) -> torch.Tensor:
+    """What a translator makes of the last token of each sequence, `[rows, channels]`, ordered as a fit's outputs."""
+    layers = output.by_layer(model.target_layers, model.config.restored_layers)
+    parts = []
+    for layer_idx in model.target_layers:
+        if layer_idx in layers.attention_inputs:
+            parts.append(layers.attention_inputs[layer_idx][:, -1])
+        else:
+            both = layers.key_states[layer_idx], layers.value_states[layer_idx]
+            parts += [states[:, :, -1].flatten(1) for states in both]
+    if output.hidden_states is not None:
+        parts.append(output.hidden_states[:, -1])
+    return torch.cat(parts, dim=1)
 
 
 def _regressions(

@@ -39,16 +39,19 @@ class Gathered:
         settings (`dict`): What it is gathered of, as [`gathering_settings`] names it.
         source_layers (`list[int]`): The source layers that are read.
         windows (`set[int]`): Keys of the calibration windows that are in.
+        restored (`Sequence[int]`, *optional*, defaults to `()`): Layers of that geometry of which one state is fitted,
+            see [`output_blocks`].
     """
 
     geometry: ModelGeometry
     settings: dict[str, Any]
     source_layers: list[int]
     windows: set[int] = field(default_factory=set)
+    restored: Sequence[int] = ()
 
     def __post_init__(self):
-        self.statistics = Statistics(output_blocks(self.geometry))
-        self.lengths = KeyLengths(self.geometry)
+        self.statistics = Statistics(output_blocks(self.geometry, self.restored))
+        self.lengths = KeyLengths(self.geometry, self.restored)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, y_in_metric: torch.Tensor, windows: Iterable[int]) -> None:
         """Adds rows `[rows, features]`, `[rows, outputs]`, and the outputs in the metric of errors."""
@@ -96,7 +99,13 @@ class Gathered:
         os.replace(partial, path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike, geometry: ModelGeometry, settings: dict[str, Any]) -> "Gathered":
+    def load(
+        cls,
+        path: str | os.PathLike,
+        geometry: ModelGeometry,
+        settings: dict[str, Any],
+        restored: Sequence[int] = (),
+    ) -> "Gathered":
         """
         Reads what [`save`] wrote.
 
@@ -117,7 +126,7 @@ class Gathered:
                     f"`statistics` names {path}, which was gathered with another `{name}`. Choose another name, or "
                     "fit with the same models, text and options."
                 )
-        found = cls(geometry, settings, about["source_layers"], set(tensors.pop("windows").tolist()))
+        found = cls(geometry, settings, about["source_layers"], set(tensors.pop("windows").tolist()), restored)
         for part in ("statistics", "lengths"):
             prefix = f"{part}."
             own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
@@ -132,6 +141,8 @@ def gathering_settings(
     source_window: int,
     embedding_window: int,
     target_hidden_layer: int | None,
+    restored_layers: Sequence[int],
+    resume_layer: int | None,
     key_metric: str,
     seed: int,
 ) -> dict[str, Any]:
@@ -142,6 +153,8 @@ def gathering_settings(
         "source_window": source_window,
         "embedding_window": embedding_window,
         "target_hidden_layer": target_hidden_layer,
+        "resume_layer": resume_layer,
+        "restored_layers": list(restored_layers) or None,  # files of earlier days do not tell
         "key_metric": key_metric,
         "seed": seed,
     }

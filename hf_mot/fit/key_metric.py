@@ -12,7 +12,7 @@ Shapes: queries `[batch, heads, seq, head_dim]`, positions and masks `[batch, se
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -25,7 +25,7 @@ from ..capture_mot import prefill
 from ..geometry_mot import ModelGeometry
 from ..rows_mot import positions_from_mask
 from .solve import LinearMap
-from .weights import output_blocks
+from .weights import key_blocks, output_blocks
 
 KEY_METRICS = ("plain", "query")
 _SHRINKAGE = 0.05  # towards the plain metric, which keeps directions that no query looks at from being free
@@ -40,11 +40,13 @@ class KeyMetric:
 
     Args:
         geometry ([`ModelGeometry`]): The target's, with the layers that are fitted alone.
-        moments (`Sequence[torch.Tensor]`): Per layer the second moments A, `[kv_heads, key_dim, key_dim]`.
+        moments (`Sequence[torch.Tensor]`): Per layer with keys the second moments A, `[kv_heads, key_dim, key_dim]`.
+        restored (`Collection[int]`, *optional*, defaults to `()`): Layers of which no keys are fitted, see
+            [`output_blocks`].
     """
 
-    def __init__(self, geometry: ModelGeometry, moments: Sequence[torch.Tensor]):
-        self.blocks = output_blocks(geometry)
+    def __init__(self, geometry: ModelGeometry, moments: Sequence[torch.Tensor], restored: Collection[int] = ()):
+        self.places, self.blocks = key_blocks(geometry, restored), output_blocks(geometry, restored)
         self.roots, self.inverses = [], []
         for own in moments:
             own = own.double()
@@ -67,9 +69,9 @@ class KeyMetric:
 
     def _turn(self, outputs: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
         parts = list(outputs.split(self.blocks, dim=1))
-        for layer_idx, own in enumerate(matrices):
-            heads = parts[2 * layer_idx].unflatten(1, own.shape[:2])  # [rows, kv_heads, key_dim]
-            parts[2 * layer_idx] = torch.einsum("rhd,hde->rhe", heads, own.to(outputs)).flatten(1)
+        for place, own in zip(self.places.values(), matrices, strict=True):
+            heads = parts[place].unflatten(1, own.shape[:2])  # [rows, kv_heads, key_dim]
+            parts[place] = torch.einsum("rhd,hde->rhe", heads, own.to(outputs)).flatten(1)
         return torch.cat(parts, dim=1)
 
 
@@ -121,16 +123,20 @@ class QueryMoments:
         sums = torch.einsum("tghd,tghe->gde", seen, seen)
         self.sums[layer_idx] = sums if self.sums[layer_idx] is None else self.sums[layer_idx] + sums
 
-    def metric(self, first_layer: int = 0) -> KeyMetric:
-        """The metric of the layers from `first_layer` up. Raises `ValueError` where the target did not show its
-        queries."""
+    def metric(
+        self, fitted: ModelGeometry | None = None, first_layer: int = 0, restored: Collection[int] = ()
+    ) -> KeyMetric:
+        """The metric of the layers of `fitted`, which are those from `first_layer` up, but for those of these that are
+        `restored`, counted from there. Raises `ValueError` where the target did not show its queries."""
         blind = [layer_idx for layer_idx, sums in enumerate(self.sums) if sums is None]
         if blind:
             raise ValueError(
                 f"`key_metric` is 'query', but the target's layers {blind} do not run through the attention interface "
                 "of transformers, by which queries are read. Use key_metric='plain'."
             )
-        return KeyMetric(replace(self.geometry, layers=self.geometry.layers[first_layer:]), self.sums[first_layer:])
+        fitted = self.geometry if fitted is None else fitted
+        sums = [self.sums[first_layer + place] for place in key_blocks(fitted, restored)]
+        return KeyMetric(fitted, sums, restored)
 
 
 _LISTENING: ContextVar[tuple[str, Listener]] = ContextVar("_LISTENING")

@@ -8,7 +8,6 @@ import torch
 from ..modeling_mot import MoTModel
 from .pair import Pair
 from .solve import choose_layers, output_sketch
-from .weights import output_blocks
 from .windows import Window
 
 _LAYER_SKETCH = 96  # random channels that stand for one source layer while layers are chosen
@@ -39,7 +38,7 @@ def choose_source_layers(
     projections = [projection(width, _LAYER_SKETCH) for width in widths]
     embedding_projection = projection(embedding_width, 4 * _LAYER_SKETCH)
     hidden_projection = projection(hidden_width, 4 * _LAYER_SKETCH) if hidden_width else torch.zeros(0, 0)
-    outputs = output_blocks(pair.fitted_geometry)
+    outputs = pair.output_blocks
     sketch = output_sketch(sum(outputs), seed).float()
     sketched, scale = [], None
     for batch in sample:

@@ -1,13 +1,13 @@
 """The lengths of keys: the weighted one that all native keys of a head share, where there is one, and the mean one."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
 
 from ..geometry_mot import ModelGeometry
 from .solve import LinearMap
-from .weights import output_blocks
+from .weights import key_blocks, output_blocks
 
 ITERATIONS = 4000  # at most
 CHECKED_EVERY = 100
@@ -24,11 +24,13 @@ class KeyLengths:
 
     Args:
         geometry ([`ModelGeometry`]): The target's.
+        restored (`Collection[int]`, *optional*, defaults to `()`): Its layers of which no keys are fitted, see
+            [`output_blocks`].
     """
 
-    def __init__(self, geometry: ModelGeometry):
-        self.layers = geometry.layers
-        self.blocks = output_blocks(geometry)
+    def __init__(self, geometry: ModelGeometry, restored: Collection[int] = ()):
+        self.places, self.blocks = key_blocks(geometry, restored), output_blocks(geometry, restored)
+        self.layers = [geometry.layers[layer_idx] for layer_idx in self.places]
         self.count = 0
         self.sums: list[torch.Tensor] = [torch.zeros(())] * len(self.layers)
         self.products: list[torch.Tensor] = [torch.zeros(())] * len(self.layers)
@@ -56,7 +58,7 @@ class KeyLengths:
         )
 
     def weights(self) -> list[torch.Tensor]:
-        """`[kv_heads, key_dim]` for each target layer, in fp64; 0 for channels that are always 0."""
+        """`[kv_heads, key_dim]` for each target layer with keys, in fp64; 0 for channels that are always 0."""
         return [
             _non_negative(total / self.count, products / self.count)
             for total, products in zip(self.sums, self.products, strict=True)
@@ -68,7 +70,8 @@ class KeyLengths:
             torch.einsum("rhc,hc->rh", squares.double(), own).std(0, correction=0).max().item()
             for squares, own in zip(self._squares(outputs), weights, strict=True)
         ]
-        return [layer_idx for layer_idx, deviation in enumerate(deviations) if deviation <= LARGEST_DEVIATION]
+        found = zip(self.places, deviations, strict=True)
+        return [layer_idx for layer_idx, deviation in found if deviation <= LARGEST_DEVIATION]
 
     def lengthened(
         self, solution: LinearMap, weights: Sequence[torch.Tensor], x: torch.Tensor, outputs: torch.Tensor
@@ -88,18 +91,21 @@ class KeyLengths:
             for found in (self._squares(outputs), self._squares(predicted))
         )
         factors = torch.ones_like(solution.bias)
-        for layer, keys, wanted, came in zip(self.layers, factors.split(self.blocks)[0::2], native, own, strict=True):
+        for layer, keys, wanted, came in zip(self.layers, self._keys(factors[None]), native, own, strict=True):
             ratio = torch.where((came > 0) & (wanted > 0), wanted / came, torch.ones_like(came)).sqrt()
-            keys.copy_(ratio.repeat_interleave(layer.key_dim))
+            keys[0].copy_(ratio.repeat_interleave(layer.key_dim))
         if solution.up is None:
             return replace(solution, down=solution.down * factors, bias=solution.bias * factors)
         return replace(solution, up=solution.up * factors, bias=solution.bias * factors)
 
+    def _keys(self, outputs: torch.Tensor) -> list[torch.Tensor]:
+        parts = outputs.split(self.blocks, dim=1)
+        return [parts[place] for place in self.places.values()]
+
     def _squares(self, outputs: torch.Tensor) -> list[torch.Tensor]:
-        keys = outputs.split(self.blocks, dim=1)[0::2]
         return [
             own.unflatten(1, (layer.kv_heads, layer.key_dim)).square()
-            for own, layer in zip(keys, self.layers, strict=True)
+            for own, layer in zip(self._keys(outputs), self.layers, strict=True)
         ]
 
 

@@ -3,7 +3,7 @@
 import itertools
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +17,12 @@ from ..contract_mot import describe_model
 from ..data import iterate_documents
 from ..geometry_mot import ModelGeometry
 from ..modeling_mot import MoTModel
+from ..restore_mot import attention_inputs
+from ..resume_mot import check_resumable
 from ..rows_mot import causal_window, positions_from_mask
 from .key_metric import KeyMetric
 from .norms import KeyLengths
+from .weights import output_blocks
 from .windows import SHUFFLE_BUFFER, Window, calibration_windows, characters_per_token, shuffled
 
 SAMPLE_TOKENS = 8_192  # for the choice of layers, and again, held out, for the ridge strength
@@ -32,7 +35,12 @@ class Pair:
 
     Attributes:
         target_hidden_layer (`int`, *optional*): The target layer whose input is read. Those above are fitted alone.
-        fitted_geometry ([`ModelGeometry`]): The target's, with the layers that are fitted alone.
+        restored_layers (`Sequence[int]`): The target layers of which the input of the attention is fitted in place of
+            keys and values.
+        resume_layer (`int`, *optional*): The target layer whose input is fitted beside the layers below it, which are
+            fitted alone.
+        fitted_geometry ([`ModelGeometry`]): The target's, with the layers that are fitted alone; a `resume_layer` is
+            the last of them.
     """
 
     source: PreTrainedModel
@@ -41,6 +49,8 @@ class Pair:
     target_tokenizer: PreTrainedTokenizerBase
     seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0})
     target_hidden_layer: int | None = None
+    restored_layers: Sequence[int] = ()
+    resume_layer: int | None = None
     key_metric: KeyMetric | None = None
     key_lengths: tuple[KeyLengths, list[torch.Tensor]] | None = None
 
@@ -49,14 +59,28 @@ class Pair:
         self.target_contract = describe_model(self.target, self.target_tokenizer)
         self.source_geometry = ModelGeometry.from_dict(self.source_contract["geometry"])
         self.target_geometry = ModelGeometry.from_dict(self.target_contract["geometry"])
-        self.fitted_geometry = replace(
-            self.target_geometry, layers=self.target_geometry.layers[self.first_layer :], windows=None
-        )
+        end = None if self.resume_layer is None else self.resume_layer + 1
+        layers = self.target_geometry.layers[self.first_layer : end]
+        self.fitted_geometry = replace(self.target_geometry, layers=layers, windows=None)
+        if self.resume_layer is not None:
+            check_resumable(self.target, self.target_geometry)
 
     @property
     def first_layer(self) -> int:
         """The lowest target layer that is fitted; those below are the target's own."""
         return 0 if self.target_hidden_layer is None else self.target_hidden_layer + 1
+
+    @property
+    def restored(self) -> list[int]:
+        """The places in `fitted_geometry` of the layers of which one state is fitted: those of `restored_layers`, and
+        a `resume_layer`."""
+        own = [] if self.resume_layer is None else [self.resume_layer]
+        return [layer_idx - self.first_layer for layer_idx in (*self.restored_layers, *own)]
+
+    @property
+    def output_blocks(self) -> list[int]:
+        """Widths of the blocks of a row of outputs."""
+        return output_blocks(self.fitted_geometry, self.restored)
 
     @property
     def beside_dims(self) -> list[int]:
@@ -67,6 +91,7 @@ class Pair:
     def config(self, **kwargs: Any) -> MoTConfig:
         """A config for these models, of the layers that are fitted."""
         own: dict[str, Any] = {"source": self.source_contract, "target": self.target_contract}
+        own |= {"restored_layers": list(self.restored_layers)}
         if self.target_hidden_layer is not None:
             layers = range(self.first_layer, len(self.target_geometry.layers))
             own |= {
@@ -74,6 +99,10 @@ class Pair:
                 "target_layers": list(layers) or [self.first_layer],  # which is refused
                 "replay": f"bottom:{self.first_layer}",
             }
+        if self.resume_layer is not None:
+            layers = list(range(self.resume_layer))
+            own |= {"resume_layer": self.resume_layer, "target_layers": layers or [0]}
+            own["replay"] = f"resume:{self.resume_layer - 1}"
         return MoTConfig(**own, **kwargs)
 
     def fits(self, text: str) -> bool:
@@ -91,8 +120,9 @@ class Pair:
     @torch.no_grad()
     def rows(self, shell: MoTModel, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Features (source states of the `source_window`, then the embedding window, then the target's hidden state)
-        and outputs (the target's own position-free states of the layers that are fitted) of every context token:
-        `[tokens, features]`, `[tokens, outputs]`, on the CPU in fp32."""
+        and outputs (the target's own position-free states of the layers that are fitted, or what goes into their
+        attention, then what goes into a `resume_layer`) of every context token: `[tokens, features]`, `[tokens,
+        outputs]`, on the CPU in fp32."""
         started = time.perf_counter()
         cache, source_ids, source_mask = shell.read_source(texts, self.source, self.source_tokenizer)
         self.seconds["forward"] += time.perf_counter() - started
@@ -106,19 +136,30 @@ class Pair:
             text=texts,
         )
         started = time.perf_counter()
-        hidden_layer = shell.config.target_hidden_layer
-        target_cache = prefill(self.target, inputs.target_ids, inputs.target_mask, hidden_layer=hidden_layer)
+        reads, resumed = shell.config.target_hidden_layer, self.resume_layer
+        layers = None if resumed is None else range(resumed + 1)  # no further than is fitted
+        with attention_inputs(self.target, self.restored_layers) as shown:
+            target_cache = prefill(
+                *(self.target, inputs.target_ids, inputs.target_mask, layers),
+                hidden_layer=reads if resumed is None else resumed,
+            )
         self.seconds["forward"] += time.perf_counter() - started
         positions = positions_from_mask(inputs.target_mask)
-        outputs = source_states(target_cache, self.target_geometry, shell.target_layers, positions)
+        outputs = [
+            shown[layer_idx][0]
+            if layer_idx in shown
+            else source_states(target_cache, self.target_geometry, [layer_idx], positions)
+            for layer_idx in shell.target_layers
+        ]
+        outputs += [] if resumed is None else [target_cache.hidden_states]
         # Pads and the natively run prefix are not translated.
         kept = inputs.target_mask.bool() & (positions >= len(self.target_contract["prefix_ids"]))
-        read = (inputs.source_states, inputs.embeddings, target_cache.hidden_states)
+        read = (inputs.source_states, inputs.embeddings, None if reads is None else target_cache.hidden_states)
         features = [part for part in read if part is not None]
         if inputs.source_states is not None:
             features[0] = causal_window(features[0], inputs.target_mask, shell.config.source_window)
         x = torch.cat([part.cpu()[kept].float() for part in features], dim=-1)
-        return x, outputs.cpu()[kept].float()
+        return x, torch.cat([part.cpu()[kept].float() for part in outputs], dim=-1)
 
     def in_metric(self, outputs: torch.Tensor) -> torch.Tensor:
         """Outputs `[tokens, outputs]` in the coordinates that errors are measured in."""

@@ -5,12 +5,13 @@ keys or the values of one layer) that reads the first r of them loses just what 
 hold, and the error of every choice of ranks is known without fitting again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..geometry_mot import ModelGeometry
-from ..replay_mot import bottom_flops, native_flops
+from ..replay_mot import bottom_flops, native_flops, projection_flops, resume_flops
 from .weights import output_blocks
 
 BUDGET_CONTEXT = 1024  # tokens of context at which a share of the native prefill's FLOPs is counted
@@ -42,6 +43,8 @@ class Budget:
         flops_share: float | None,
         source_window: int = 1,
         first_layer: int = 0,
+        restored_layers: Sequence[int] = (),
+        resume_layer: int | None = None,
         rank: int = 0,
     ) -> "Budget | None":
         """
@@ -55,27 +58,39 @@ class Budget:
             source_window (`int`, *optional*, defaults to 1): Tokens whose source states are read.
             first_layer (`int`, *optional*, defaults to 0): The target layers below are its own, by the plan bottom,
                 whose FLOPs are part of the share.
+            restored_layers (`Sequence[int]`, *optional*, defaults to `()`): Layers whose keys and values the target
+                restores, whose FLOPs are too.
+            resume_layer (`int`, *optional*): The layer whose input is fitted, with the layers below it alone: the
+                others are the target's own, by the plan resume, whose FLOPs are too.
             rank (`int`, *optional*, defaults to 0): The most that it may be: each channel is read, and its square, to
                 predict the error, in buffers that are no parameters.
 
         Raises:
-            `ValueError`: a limit that is not positive, or a share that the plan alone takes.
+            `ValueError`: a limit that is not positive, or a share that the target alone takes.
         """
         for name, value in (("max_parameters", max_parameters), ("flops_share", flops_share)):
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"`{name}` must be more than 0 and finite, got {value}.")
-        fitted = replace(geometry, layers=geometry.layers[first_layer:])
-        widths, limits = output_blocks(fitted), []
+        resumed = [] if resume_layer is None else [resume_layer]
+        end = len(geometry.layers) if resume_layer is None else resume_layer + 1
+        fitted = replace(geometry, layers=geometry.layers[first_layer:end])
+        widths = output_blocks(fitted, [idx - first_layer for idx in (*restored_layers, *resumed)])
+        limits = []
         if max_parameters is not None:
             gains = sum(layer.kv_heads for layer in fitted.layers)
             limits.append(max_parameters - 2 * sum(widths) - gains)
         if flops_share is not None:
             native, own = native_flops(geometry, BUDGET_CONTEXT), bottom_flops(geometry, BUDGET_CONTEXT, first_layer)
+            own += sum(projection_flops(geometry, BUDGET_CONTEXT, layer_idx) for layer_idx in restored_layers)
+            own += sum(resume_flops(geometry, BUDGET_CONTEXT, layer_idx) for layer_idx in resumed)
             if own >= flops_share * native:
+                parts = [f"the plan bottom:{first_layer}"] if first_layer else []
+                parts += [f"the plan resume:{layer_idx - 1}" for layer_idx in resumed]
+                parts += ["restoring layers"] if restored_layers else []
                 raise ValueError(
-                    f"`flops_share` is {flops_share}, but the plan bottom:{first_layer} alone takes "
-                    f"{own / native:.3f} of the target's own prefill. Allow more, or read a lower "
-                    "`target_hidden_layer`."
+                    f"`flops_share` is {flops_share}, but {' and '.join(parts)} alone takes {own / native:.3f} of the "
+                    "target's own prefill. Allow more, or let the target run less: a lower "
+                    "`target_hidden_layer`, a higher `resume_layer`, fewer `restored_layers`."
                 )
             limits.append(max(0, int((flops_share * native - own) / (2 * BUDGET_CONTEXT)) - 2 * rank))
         return cls(min(limits), widths, source_window) if limits else None

@@ -1,6 +1,6 @@
 """What errors count: pieces (the keys or the values of one target layer) weighed by what their translation costs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,20 @@ _FLOOR = 0.1  # of the mean cost: below lies noise, and no piece may come to cou
 _LEAST_UNEXPLAINED = 1e-3
 
 
-def output_blocks(geometry: ModelGeometry) -> list[int]:
-    """Widths of the blocks of a row of outputs: keys and values of each layer."""
-    return [layer.kv_heads * dim for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)]
+def output_blocks(geometry: ModelGeometry, restored: Collection[int] = ()) -> list[int]:
+    """Widths of the blocks of a row of outputs: keys and values of each layer, or, of one of `restored`, one hidden
+    state, that both are restored from or that goes into the layer."""
+    blocks = []
+    for layer_idx, layer in enumerate(geometry.layers):
+        own = [layer.kv_heads * layer.key_dim, layer.kv_heads * layer.value_dim]
+        blocks += [geometry.hidden_dim] if layer_idx in restored else own
+    return blocks
+
+
+def key_blocks(geometry: ModelGeometry, restored: Collection[int] = ()) -> dict[int, int]:
+    """The layers whose keys are in a row of outputs, and the place of these among its blocks."""
+    kept = [layer_idx for layer_idx in range(len(geometry.layers)) if layer_idx not in restored]
+    return {layer_idx: 2 * layer_idx - sum(other < layer_idx for other in restored) for layer_idx in kept}
 
 
 def piece_weights(
@@ -108,21 +119,26 @@ def _check_power(power: float) -> None:
         raise ValueError(f"`sensitivity_power` must be at least 0, got {power}.")
 
 
-def channel_weights(weights: Sequence[Sequence[float]], geometry: ModelGeometry) -> torch.Tensor:
+def channel_weights(
+    weights: Sequence[Sequence[float]], geometry: ModelGeometry, restored: Collection[int] = ()
+) -> torch.Tensor:
     """
     The weight of each output channel, `[outputs]` in fp64.
 
     Args:
         weights (`Sequence[Sequence[float]]`): `[keys, values]` per target layer.
         geometry ([`ModelGeometry`]): The target's.
+        restored (`Collection[int]`, *optional*, defaults to `()`): Layers of which one state is fitted, which weighs
+            what keys and values do in the mean.
 
     Raises:
         `ValueError`: not one pair of positive, finite weights a layer.
     """
-    blocks, depth = output_blocks(geometry), len(geometry.layers)
+    depth = len(geometry.layers)
     if len(weights) != depth or any(len(pair) != len(STATES) for pair in weights):
         raise ValueError(f"`piece_weights` must hold [keys, values] for each of {depth} layers, got {weights!r}.")
-    flat = torch.tensor([own for pair in weights for own in pair], dtype=torch.float64)
+    pairs = [[sum(pair) / 2] if layer_idx in restored else pair for layer_idx, pair in enumerate(weights)]
+    flat = torch.tensor([own for pair in pairs for own in pair], dtype=torch.float64)
     if not (torch.isfinite(flat).all() and (flat > 0).all()):
         raise ValueError(f"`piece_weights` must be positive and finite, got {weights!r}.")
-    return flat.repeat_interleave(torch.tensor(blocks))
+    return flat.repeat_interleave(torch.tensor(output_blocks(geometry, restored)))

@@ -9,6 +9,7 @@ from hf_mot.evaluation.gate import CONTROLS
 from hf_mot.evaluation.report import render_table
 from hf_mot.hub.handwriting import compose
 from hf_mot.hub.metadata import METRICS, front_matter, plain_front_matter
+from hf_mot.hub.representation import describe_restored
 
 ARMS = {
     "native": "the context itself",
@@ -247,6 +248,12 @@ def _making(config: MoTConfig, report: dict[str, Any]) -> list[str]:
     ]
     if config.key_norms:
         lines.append(f"- keys get the weighted length of the target's own in {len(config.key_norms)} of its layers")
+    if config.resume_layer is not None:
+        lines.append(
+            f"- translated is what goes into target layer {config.resume_layer} too, from which the target runs"
+        )
+    restored = describe_restored(config)
+    lines += [f"- translated is {'; '.join(restored)}"] if restored else []
     lines += [f"- corpus: {_corpus(corpus)}" for corpus in report.get("corpus", [])]
     counts = [f"{report[key]} {key}" for key in ("tokens", "windows", "documents") if key in report]
     lines += [f"- fitted on {', '.join(counts)}"] if counts else []

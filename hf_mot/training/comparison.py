@@ -38,6 +38,8 @@ class Comparison:
         captured_layers (`Sequence[int]`, *optional*): The target layers whose states batches hold, if they hold any.
         cc_start (`int`): As in [`LossInputs`].
         layer_weights (`Sequence`, *optional*): Weights of all target layers, as in [`LossInputs`].
+        restores (`bool`, *optional*, defaults to `False`): Whether the target makes keys and values of a translated
+            state in some layer.
 
     Raises:
         `ValueError`: a loss or plan that needs a target, without one; a loss that the plan cannot have; weights
@@ -51,6 +53,7 @@ class Comparison:
     captured_layers: Sequence[int] | None = None
     cc_start: int = 0
     layer_weights: Sequence[float | tuple[float, float]] | None = None
+    restores: bool = False
 
     def __post_init__(self):
         if self.layer_weights is not None and not set(self.losses) - set(ON_PROMPT):
@@ -76,6 +79,7 @@ class Comparison:
             )
         reasons = [name for name in self.losses if name in ON_TARGET]
         reasons += [f"the plan {self.plan}"] if self.plan.runs_target else []
+        reasons += ["a translator with `restored_layers`"] if self.restores else []
         reasons += ["text"] if self.captured_layers is None else []
         if self.target is None and reasons:
             raise ValueError(f"`target` is required: {reasons[0]} cannot be trained on without running it.")
@@ -123,13 +127,13 @@ class Comparison:
         vocabulary = None if prompt is None else batch.get("vocabulary")
         cache, logits = None, None
         with layer_outputs(target, "cc_hidden" in self.losses) as hidden:
-            if self.plan.runs_target or any(name in self.losses for name in ON_TARGET):
+            if self.plan.runs_target or self.restores or any(name in self.losses for name in ON_TARGET):
                 cache = mot.assemble(output, inputs, self.target, self.plan)
         with narrow_head(target, vocabulary):
             if prompt is not None:
                 logits = prompt.logits(target, cache)
             native = self.native(mot, inputs, batch, prompt)
-        if not self.plan.runs_target and not self.positions_on:
+        if not (self.plan.runs_target or self.restores or self.positions_on):
             ours = (output.key_states, output.value_states)
         else:
             ours = context_states(cache, layers, self._strips(mot), mask)

@@ -118,6 +118,7 @@ class MoTTrainer(Trainer):
             captured_layers=None if captured is None else captured.target_layers,
             cc_start=0 if args.correct_window_start else 1,
             layer_weights=layer_weights,
+            restores=bool(mot.config.restored_layers),
         )
         self.context_evaluation = None
         if eval_documents is not None:
