@@ -19,6 +19,7 @@ from hf_mot.restore_mot import attention_inputs
 
 DOCUMENTS, TEXT = make_documents(24, 60), make_documents(1, 30, seed=8)[0]
 OPTIONS = {
+    "source_window": 1,
     **{"rank": 24, "source_layers": [0, 2], "embedding_window": 2, "held_out_documents": 3},
     **{"max_tokens": 2500, "progress": False},
 }

@@ -18,6 +18,7 @@ from hf_mot.replay_mot import native_flops, resume_flops
 
 DOCUMENTS, TEXT = make_documents(24, 60), make_documents(1, 30, seed=8)[0]
 OPTIONS = {
+    "source_window": 1,
     **{"rank": 24, "source_layers": [0, 2], "embedding_window": 2, "held_out_documents": 3},
     **{"max_tokens": 2500, "progress": False},
 }

@@ -17,7 +17,7 @@ SOURCE, TARGET = "demo/smollm2-135m-instruct", "demo/gemma-3-270m"
 CONTEXT, DOCUMENTS, SEED = 128, 48, 0  # of the figures
 # Of the fit, smaller than a fit's defaults to be ready in minutes. The layers are what a fit on other text chose for
 # this pair.
-FIT = {"source_layers": [1, 20, 21, 22, 23], "rank": 512, "held_out_documents": 12}
+FIT = {"source_layers": [1, 20, 21, 22, 23], "source_window": 1, "rank": 512, "held_out_documents": 12}
 MAX_NEW_TOKENS = 12
 WIDTH = 100
 

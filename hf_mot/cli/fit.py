@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=int, metavar="N", help="number of source layers to read")
     parser.add_argument(
-        "--source-window", type=int, metavar="W", help="tokens whose source states to read, own included"
+        "--source-window", type=int, metavar="W", help="tokens whose source states to read, own included [2]"
     )
     parser.add_argument(
         "--embedding-window", type=int, metavar="W", help="target token embeddings to read, own included"

@@ -30,7 +30,7 @@ from .windows import Window, batched
 
 DEFAULT_RANK = 1024
 DEFAULT_SOURCE_LAYERS = 10
-DEFAULT_SOURCE_WINDOW = 1
+DEFAULT_SOURCE_WINDOW = 2  # model_cards/results/source_window
 DEFAULT_EMBEDDING_WINDOW = 5
 DEFAULT_TOKENS = 200_000
 
@@ -63,7 +63,7 @@ def fit(
     rank: int | None = DEFAULT_RANK,
     num_source_layers: int = DEFAULT_SOURCE_LAYERS,
     source_layers: list[int] | None = None,
-    source_window: int = DEFAULT_SOURCE_WINDOW,
+    source_window: int | None = None,
     embedding_window: int = DEFAULT_EMBEDDING_WINDOW,
     target_hidden_layer: int | None = None,
     restored_layers: Sequence[int] = (),
@@ -93,9 +93,9 @@ def fit(
             budget, the most that it may be.
         num_source_layers (`int`, *optional*, defaults to 10): Source layers to read, chosen on a first sample.
         source_layers (`list[int]`, *optional*): Reads these layers instead of choosing.
-        source_window (`int`, *optional*, defaults to 1): Tokens whose source states are read, the own one and those
-            before it; these through the own one's channels, so that little is added to what a handoff costs. The pass
-            over the text takes longer.
+        source_window (`int`, *optional*): Tokens whose source states are read, the own one and those before it; these
+            through the own one's channels, so that little is added to what a handoff costs, and only where there is a
+            `rank`. By default 2, and 1 for a full rank.
         embedding_window (`int`, *optional*, defaults to 5): Target token embeddings read beside the source, in tokens.
         target_hidden_layer (`int`, *optional*): Reads the target's own hidden state too, what goes into this layer of
             it; the layers above alone are fitted, for the plan `bottom` of the others. The control then reads that
@@ -137,6 +137,8 @@ def fit(
         raise ValueError(f"`method` must be 'reduced_rank', got {method!r}.")
     if key_metric not in KEY_METRICS:
         raise ValueError(f"`key_metric` must be one of {', '.join(KEY_METRICS)}, got {key_metric!r}.")
+    if source_window is None:
+        source_window = 1 if rank is None else DEFAULT_SOURCE_WINDOW
     for name, value, least in (
         ("rank", 1 if rank is None else rank, 1),
         ("num_source_layers", num_source_layers, 1),
