@@ -19,8 +19,8 @@ from hf_mot.replay_mot import native_flops, projection_flops, resume_flops
 from hf_mot.restore_mot import attention_inputs
 from hf_mot.resume_mot import check_resumable, resume
 from hf_mot.rows_mot import positions_from_mask
-from hf_mot.translators_mot import Widths
 from hf_mot.translators_output_mot import MoTOutput
+from hf_mot.translators_widths_mot import Widths
 
 TOLERANCE = 1e-4
 TEXTS = make_documents(1, 4, 1) + make_documents(1, 12, 2)  # the second goes beyond the windows

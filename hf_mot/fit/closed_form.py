@@ -15,7 +15,7 @@ from ..alignment_mot import tokenize_with_spans
 from ..configuration_mot import MoTConfig
 from ..modeling_mot import MoTModel
 from ..rows_mot import left_pad
-from ..translators_mot import Widths
+from ..translators_widths_mot import Widths
 from ..versions import versions
 from .error import fit_error
 from .gathered import Gathered, gather, gathering_settings
