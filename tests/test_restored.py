@@ -15,7 +15,7 @@ from hf_mot import MoTConfig, MoTModel, ReplayPlan
 from hf_mot.capture_mot import prefill, source_states, split_layers
 from hf_mot.contract_mot import describe_model
 from hf_mot.geometry_mot import probe
-from hf_mot.replay_mot import bottom_flops, native_flops, projection_flops
+from hf_mot.replay_cost_mot import bottom_flops, native_flops, projection_flops
 from hf_mot.restore_mot import attention_inputs, restore
 from hf_mot.rows_mot import positions_from_mask
 from hf_mot.translators_mot import translator_flops

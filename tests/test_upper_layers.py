@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_mot import MoTConfig, MoTModel, ReplayPlan
 from hf_mot.capture_mot import prefill, source_states, split_layers
 from hf_mot.geometry_mot import probe
-from hf_mot.replay_mot import native_flops, projection_flops, resume_flops
+from hf_mot.replay_cost_mot import native_flops, projection_flops, resume_flops
 from hf_mot.restore_mot import attention_inputs
 from hf_mot.resume_mot import check_resumable, resume
 from hf_mot.rows_mot import positions_from_mask
