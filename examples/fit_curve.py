@@ -24,7 +24,7 @@ from hf_mot.data.documents import read_documents
 from hf_mot.evaluation.answers import continuation_nll
 from hf_mot.evaluation.metrics import ratio_of_means
 from hf_mot.evaluation.windows import cut_windows
-from hf_mot.fit.closed_form import build_translator
+from hf_mot.fit.build import build_translator
 from hf_mot.fit.layers import choose_source_layers
 from hf_mot.fit.pair import Pair, held_out_rows, split
 from hf_mot.fit.solve import choose_ridge, solve

@@ -20,15 +20,13 @@ from .guidance_mot import Guidance, Guide
 from .inputs_mot import TranslationInputs, prepare_inputs, read_source, shortest_context
 from .pretrained_mot import MoTPreTrainedModel
 from .replay_auto_mot import choose_plan, is_auto
+from .replay_check_mot import check_target, check_translator
 from .replay_mot import ReplayPlan
 from .replay_run_mot import read_bottom, replay
-from .resume_mot import check_resumable
 from .rows_mot import check_rows
-from .sparse_mot import sparse_way
 from .translators_mot import build_translator
 from .translators_norm_mot import KeyNorm
 from .translators_output_mot import MoTOutput, layer_width, split_output
-from .uncertain_mot import check_runs_slots
 
 
 class MoTModel(MoTPreTrainedModel):
@@ -147,12 +145,7 @@ class MoTModel(MoTPreTrainedModel):
         if texts and is_auto(self.config.replay if replay is None else replay):
             shortest = shortest_context(self.config, texts, target_tokenizer)
         plan = self.plan(replay, shortest)
-        if plan.sparse:
-            sparse_way(target)  # refuses a target that cannot, before the source reads
-        if plan.uncertain:
-            check_runs_slots(target)
-        if plan.resume is not None:
-            check_resumable(target, self.target_geometry)
+        check_target(plan, target, self.target_geometry)  # before the source reads
         cache, source_ids, source_mask = self.read_source(texts, source, source_tokenizer, allow_variant, plan=plan)
         return self.translate(
             cache,
@@ -254,49 +247,8 @@ class MoTModel(MoTPreTrainedModel):
     def injected_layers(self, plan: str | ReplayPlan) -> range:
         """The target layers whose states are translated by a plan. Raises `ValueError` as [`plan`]."""
         plan = ReplayPlan.parse(plan)
-        if plan.sparse and not self.config.source_layers:
-            raise ValueError(
-                f"`replay` {plan} looks where the source has looked, but this translator reads no source. Pass "
-                f"replay='{plan.unguided}'."
-            )
-        if plan.uncertain and not self.config.predicts_error and self.config.method != "identity":
-            raise ValueError(
-                f"`replay` {plan} runs the tokens that are likeliest translated wrong, but this translator does not "
-                "tell which (`predicts_error`). Fit it again with hf-mot fit and a rank, or pass "
-                f"replay='{plan.unpredicted}', so many last tokens."
-            )
-        self._check_reads(plan)
+        check_translator(plan, self.config)
         return plan.layers(self.target_layers, len(self.target_geometry.layers))
-
-    def _check_reads(self, plan: ReplayPlan) -> None:
-        """Refuses a plan in which the target does not compute the hidden state that is read, or not of all tokens."""
-        layer_idx, resumed = self.config.target_hidden_layer, self.config.resume_layer
-        if plan.resume is not None and resumed != plan.resume + 1 and self.config.method != "identity":
-            given = "no input of a layer" if resumed is None else f"that of layer {resumed}"
-            way_out = "Fit one with" if resumed is None else f"Pass replay='resume:{resumed - 1}', or fit one with"
-            raise ValueError(
-                f"`replay` is {plan}, by which the target runs from the input of its layer {plan.resume + 1}, but "
-                f"this translator gives {given}. {way_out} `resume_layer` {plan.resume + 1}."
-            )
-        if resumed is not None and plan.kind == "none" and plan.resume is None:
-            raise ValueError(
-                f"`replay` is {plan}, but this translator gives the input of layer {resumed} of the target "
-                f"(`resume_layer`), which then has to run from there. Pass replay='resume:{resumed - 1}' or "
-                f"'resume:{resumed - 1}+tokens:32'."
-            )
-        if layer_idx is None:
-            return
-        if plan.bottom <= layer_idx:
-            raise ValueError(
-                f"`replay` is {plan}, but this translator reads what goes into layer {layer_idx} of the target "
-                f"(`target_hidden_layer`), which the target then has to compute. Pass replay='bottom:{layer_idx + 1}' "
-                f"or 'bottom:{layer_idx + 1}+tokens:32', or a higher bottom."
-            )
-        if plan.tokens and plan.tokens_read(self.config, plan.tokens + 1) > 1:
-            raise ValueError(
-                f"`replay` is {plan}, but this translator is not `causal`: it reads the target's hidden states of the "
-                f"last tokens too, which are run later. Pass replay='bottom:{plan.bottom}'."
-            )
 
     def run(self, inputs: TranslationInputs, plan: ReplayPlan) -> MoTOutput:
         """Translates what the plan does not leave to the target. Raises `ValueError` for a row that it is too short

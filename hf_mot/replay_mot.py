@@ -1,6 +1,5 @@
 """Replay plans: what the target computes itself beside a translation, and what that costs."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -10,19 +9,17 @@ import torch
 from .configuration_mot import MoTConfig
 from .geometry_mot import ModelGeometry
 from .guidance_mot import Guide, choose_guide
+from .replay_cost_mot import (
+    assumed_windows,
+    bottom_flops,
+    native_flops,
+    projection_flops,
+    resume_flops,
+    unseen_flops,
+)
+from .replay_text_mot import COUNTS, FULL_LAYERS, read_plan, write_plan
 from .translators_mot import translator_flops
 
-_FORMS = {
-    "none": "none",
-    "full": r"full(:\d+-\d+)?",
-    "sparse": r"sparse:[1-9]\d*(/\d+)?",
-    "bottom": r"bottom:[1-9]\d*",
-    "tokens": r"tokens:[1-9]\d*",
-    "uncertain": r"uncertain:[1-9]\d*",
-    "resume": r"resume:\d+",
-}
-_COUNTS = ("bottom", "tokens", "uncertain")
-FULL_LAYERS = 2  # by default, of a sparse plan
 KEPT_WINDOW = 4  # times the sparse positions: looking up single keys costs some times more than a row of them
 
 
@@ -71,7 +68,7 @@ class ReplayPlan:
     resume: int | None = None
 
     def __post_init__(self):
-        counts = [getattr(self, name) for name in _COUNTS]
+        counts = [getattr(self, name) for name in COUNTS]
         if min(counts) < 0:
             raise ValueError(
                 f"`bottom`, `tokens` and `uncertain` of a plan must be 0 or more, got {', '.join(map(str, counts))}."
@@ -100,35 +97,10 @@ class ReplayPlan:
         an unknown one."""
         if isinstance(plan, cls):
             return plan
-        given: dict[str, list[int]] = {}
-        for part in str(plan).split("+"):
-            name = part.partition(":")[0]
-            if name in given or name not in _FORMS or re.fullmatch(_FORMS[name], part) is None:
-                raise ValueError(
-                    "`replay` must be one of none, full, full:6-11 (the layers to inject), sparse:128 (so many "
-                    "positions per token, from 1) or sparse:128/2 (but in so many first layers), bottom:6 (so many "
-                    "first layers are native), tokens:32 (so many last tokens are; both from 1), uncertain:32 (so "
-                    "many are that are likeliest translated wrong, from 1), resume:5 (the layers above it run from a "
-                    f"translated state) or several, like bottom:6+tokens:32, got {plan!r}."
-                )
-            given[name] = [int(number) for number in re.findall(r"\d+", part)]
-        if "none" in given and len(given) > 1:
-            raise ValueError(f"`replay` none runs nothing natively, so no part goes with it, got {plan!r}. Drop none.")
-        window = tuple(given.get("full", ())) or None
-        counts = {name: given[name][0] for name in (*_COUNTS, "resume") if name in given}
-        if "sparse" in given:
-            counts |= dict(zip(("sparse", "full_layers"), given["sparse"], strict=False))
-        return cls("full" if {"full", "sparse"} & given.keys() else "none", window, **counts)
+        return cls(**read_plan(plan))
 
     def __str__(self) -> str:
-        parts = [f"{name}:{count}" for name in _COUNTS if (count := getattr(self, name))]
-        if self.resume is not None:
-            parts.insert(0, f"resume:{self.resume}")
-        if self.sparse:
-            parts.insert(0, f"sparse:{self.sparse}" + f"/{self.full_layers}" * (self.full_layers != FULL_LAYERS))
-        if self.kind == "full" and not (self.sparse and self.window is None):
-            parts.insert(0, "full" if self.window is None else f"full:{self.window[0]}-{self.window[1]}")
-        return "+".join(parts) or "none"
+        return write_plan(vars(self))
 
     @property
     def runs_target(self) -> bool:
@@ -290,56 +262,13 @@ class ReplayPlan:
         injected = [idx for idx in config.restored_layers if max(first, self.bottom) <= idx <= last]
         restored = sum(projection_flops(geometry, translated, idx) for idx in injected)
         if self.kind == "full":
-            unseen = len(self.sparse_layers(_windows(geometry))) * self._unseen_flops(geometry, context_length)
-            return native - unseen + restored
+            sparse_layers = len(self.sparse_layers(assumed_windows(geometry)))
+            return native - sparse_layers * unseen_flops(geometry, context_length, self.sparse) + restored
         run = bottom_flops(geometry, translated, self.bottom)
         run += 0 if self.resume is None else resume_flops(geometry, translated, self.resume + 1)
         return native - native_flops(geometry, max(context_length - self.run_tokens, 0)) + run + restored
-
-    def _unseen_flops(self, geometry: ModelGeometry, context_length: int) -> int:
-        """What a layer of `sparse` saves."""
-        seen = min(context_length, self.sparse)
-        seen = seen * (seen + 1) // 2 + (context_length - seen) * seen
-        return 4 * geometry.attention_dim * (context_length * (context_length + 1) // 2 - seen)
 
     def flops_share(self, config: MoTConfig, context_length: int) -> float:
         """`flops` as a share of the target's own prefill."""
         native = native_flops(ModelGeometry.from_dict(config.target["geometry"]), context_length)
         return self.flops(config, context_length) / native
-
-
-def _windows(geometry: ModelGeometry) -> Sequence[int | None]:
-    """Windows of a target's layers. Where its contract does not tell them, all are taken to be short: costs are then
-    those of `full`, which is an upper bound."""
-    return geometry.windows or [0 if geometry.sliding else None] * len(geometry.layers)
-
-
-def native_flops(geometry: ModelGeometry, context_length: int) -> int:
-    """FLOPs (2 × MACs) of a causal prefill without LM head: every decoder weight once a token, and per layer the
-    scores and the weighted sum over the tokens before (windows not subtracted)."""
-    attention = 2 * len(geometry.layers) * geometry.attention_dim * context_length * (context_length + 1) // 2
-    return 2 * (geometry.decoder_parameters * context_length + attention)
-
-
-def bottom_flops(geometry: ModelGeometry, context_length: int, layers: int) -> int:
-    """FLOPs (2 × MACs) of the keys and values of the first `layers` layers: those below the last of them, each with an
-    equal share of `native_flops`, and of the last its projections, queries included."""
-    if layers == 0:
-        return 0
-    below = native_flops(geometry, context_length) * (layers - 1) // len(geometry.layers)
-    return below + projection_flops(geometry, context_length, layers - 1)
-
-
-def resume_flops(geometry: ModelGeometry, context_length: int, layer_idx: int) -> int:
-    """FLOPs (2 × MACs) of the layers from `layer_idx` up as far as the keys and values of the last: those below that,
-    each with an equal share of `native_flops`, and of it its projections."""
-    depth = len(geometry.layers)
-    run = native_flops(geometry, context_length) * (depth - 1 - layer_idx) // depth
-    return run + projection_flops(geometry, context_length, depth - 1)
-
-
-def projection_flops(geometry: ModelGeometry, context_length: int, layer_idx: int) -> int:
-    """FLOPs (2 × MACs) of what makes the keys and values of a layer of the input of its attention: its projections,
-    queries included."""
-    width = geometry.layers[layer_idx].width + geometry.attention_dim
-    return 2 * context_length * (geometry.hidden_dim or geometry.embedding_dim) * width

@@ -18,7 +18,7 @@ from hf_mot.cli.train import translator_settings
 from hf_mot.compat_mot import cache_argument, decoder_of, layer_windows
 from hf_mot.geometry_mot import ModelGeometry, probe
 from hf_mot.modeling_mot import MoTOutput
-from hf_mot.translators_mot import Widths
+from hf_mot.translators_widths_mot import Widths
 
 FOLDER = Path(__file__).parent.parent / "examples" / "recipes"
 BATCH, LENGTH, CONTEXT = 4, 128, 64  # E.1: a forward pass

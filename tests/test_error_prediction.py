@@ -13,7 +13,7 @@ from hf_mot.fit import fit, save_fit
 from hf_mot.fit.error import _as_sequences, fit_error
 from hf_mot.fit.pair import Pair
 from hf_mot.training.start import continue_from
-from hf_mot.translators_mot import Widths
+from hf_mot.translators_widths_mot import Widths
 
 OPTIONS = {"rank": 12, "num_source_layers": 2, "embedding_window": 2, "max_tokens": 3000, "progress": False}
 

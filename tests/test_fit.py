@@ -11,7 +11,8 @@ from hf_mot.fit.solve import choose_layers, choose_ridge, solve
 from hf_mot.fit.statistics import Statistics
 from hf_mot.fit.weights import output_blocks
 from hf_mot.fit.windows import batched, calibration_windows
-from hf_mot.replay_mot import ReplayPlan, native_flops
+from hf_mot.replay_cost_mot import native_flops
+from hf_mot.replay_mot import ReplayPlan
 
 
 def fill(x, y, parts, blocks):

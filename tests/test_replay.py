@@ -7,7 +7,7 @@ from conftest import FAMILIES, make_documents, make_own
 
 from hf_mot import MoTModel, ReplayPlan
 from hf_mot.compat_mot import cache_argument
-from hf_mot.replay_mot import native_flops
+from hf_mot.replay_cost_mot import native_flops
 from hf_mot.replay_run_mot import replay
 
 TOLERANCE = 1e-4

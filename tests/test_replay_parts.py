@@ -12,7 +12,7 @@ from hf_mot import MoTConfig, MoTModel, ReplayPlan
 from hf_mot.analysis.pieces import translated_pieces
 from hf_mot.capture_mot import prefill
 from hf_mot.compat_mot import cache_argument, decoder_layers
-from hf_mot.replay_mot import bottom_flops, native_flops
+from hf_mot.replay_cost_mot import bottom_flops, native_flops
 
 TEXTS = make_documents(1, 4, 1) + make_documents(1, 12, 2)  # the second goes beyond the window of gemma3
 

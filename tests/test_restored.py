@@ -15,11 +15,12 @@ from hf_mot import MoTConfig, MoTModel, ReplayPlan
 from hf_mot.capture_mot import prefill, source_states, split_layers
 from hf_mot.contract_mot import describe_model
 from hf_mot.geometry_mot import probe
-from hf_mot.replay_mot import bottom_flops, native_flops, projection_flops
+from hf_mot.replay_cost_mot import bottom_flops, native_flops, projection_flops
 from hf_mot.restore_mot import attention_inputs, restore
 from hf_mot.rows_mot import positions_from_mask
-from hf_mot.translators_mot import Widths, translator_flops
+from hf_mot.translators_mot import translator_flops
 from hf_mot.translators_output_mot import MoTOutput
+from hf_mot.translators_widths_mot import Widths
 
 TOLERANCE = 1e-4
 TEXTS = make_documents(1, 4, 1) + make_documents(1, 12, 2)  # the second goes beyond the windows

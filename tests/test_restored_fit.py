@@ -14,7 +14,7 @@ from hf_mot.compat_mot import cache_argument
 from hf_mot.fit import fit, save_fit
 from hf_mot.fit.pair import Pair
 from hf_mot.hub.card import render_card
-from hf_mot.replay_mot import native_flops, projection_flops
+from hf_mot.replay_cost_mot import native_flops, projection_flops
 from hf_mot.restore_mot import attention_inputs
 
 DOCUMENTS, TEXT = make_documents(24, 60), make_documents(1, 30, seed=8)[0]

@@ -10,7 +10,8 @@ from hf_mot.fit.ranks import Budget
 from hf_mot.fit.solve import solve, solve_windowed
 from hf_mot.fit.statistics import Statistics
 from hf_mot.rows_mot import causal_window
-from hf_mot.translators_mot import ReducedRankTranslator, translator_flops
+from hf_mot.translators_linear_mot import ReducedRankTranslator
+from hf_mot.translators_mot import translator_flops
 
 SOURCE, BESIDE, WIDTHS = 12, 6, [8, 16]
 OPTIONS = {"rank": 16, "source_layers": [0, 2], "embedding_window": 2, "held_out_documents": 3, "progress": False}

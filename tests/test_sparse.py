@@ -35,7 +35,7 @@ from hf_mot.evaluation.batch import Batch
 from hf_mot.evaluation.cost import measure_cost
 from hf_mot.evaluation.memory import peak_growth
 from hf_mot.guidance_mot import Guide, carried_over, most_attended
-from hf_mot.replay_mot import native_flops
+from hf_mot.replay_cost_mot import native_flops
 from hf_mot.sparse_mot import sparse_attention, sparse_way
 from hf_mot.training.comparison import Comparison
 

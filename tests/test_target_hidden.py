@@ -15,7 +15,7 @@ from hf_mot.compat_mot import decoder_of
 from hf_mot.contract_mot import describe_model
 from hf_mot.geometry_mot import ModelGeometry, probe
 from hf_mot.layers_mot import layer_inputs
-from hf_mot.replay_mot import bottom_flops
+from hf_mot.replay_cost_mot import bottom_flops
 from hf_mot.translators_mot import translator_flops
 
 TOLERANCE = 1e-4

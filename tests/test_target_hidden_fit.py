@@ -9,7 +9,7 @@ from hf_mot.capture_mot import prefill
 from hf_mot.compat_mot import cache_argument
 from hf_mot.fit import fit, save_fit
 from hf_mot.fit.pair import Pair
-from hf_mot.replay_mot import bottom_flops, native_flops
+from hf_mot.replay_cost_mot import bottom_flops, native_flops
 
 DOCUMENTS, TEXT = make_documents(24, 60), make_documents(1, 30, seed=8)[0]
 OPTIONS = {

@@ -10,7 +10,8 @@ from hf_mot import MoTConfig, MoTModel
 from hf_mot.compat_mot import cache_argument
 from hf_mot.configuration_mot import PAPER
 from hf_mot.contract_mot import describe_model
-from hf_mot.replay_mot import ReplayPlan, native_flops
+from hf_mot.replay_cost_mot import native_flops
+from hf_mot.replay_mot import ReplayPlan
 from hf_mot.translators_backbone_mot import BackboneTranslator, CrossAttentionBlock
 from hf_mot.translators_mixture_mot import Mixture, Router
 from hf_mot.translators_mot import translator_flops

@@ -16,7 +16,7 @@ from hf_mot.capture_mot import prefill
 from hf_mot.compat_mot import cache_argument, decoder_layers
 from hf_mot.evaluation.curve import default_plans
 from hf_mot.modeling_mot import MoTOutput
-from hf_mot.replay_mot import bottom_flops, native_flops
+from hf_mot.replay_cost_mot import bottom_flops, native_flops
 from hf_mot.rows_mot import positions_from_mask
 from hf_mot.training.comparison import Comparison
 from hf_mot.uncertain_mot import check_runs_slots, choose_slots, run_slots

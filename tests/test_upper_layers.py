@@ -15,12 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_mot import MoTConfig, MoTModel, ReplayPlan
 from hf_mot.capture_mot import prefill, source_states, split_layers
 from hf_mot.geometry_mot import probe
-from hf_mot.replay_mot import native_flops, projection_flops, resume_flops
+from hf_mot.replay_cost_mot import native_flops, projection_flops, resume_flops
 from hf_mot.restore_mot import attention_inputs
 from hf_mot.resume_mot import check_resumable, resume
 from hf_mot.rows_mot import positions_from_mask
-from hf_mot.translators_mot import Widths
 from hf_mot.translators_output_mot import MoTOutput
+from hf_mot.translators_widths_mot import Widths
 
 TOLERANCE = 1e-4
 TEXTS = make_documents(1, 4, 1) + make_documents(1, 12, 2)  # the second goes beyond the windows

@@ -13,7 +13,8 @@ from hf_mot.capture_mot import prefill, source_states
 from hf_mot.evaluation.answers import greedy_answers, read_on, wrap
 from hf_mot.evaluation.batch import Batch, Models
 from hf_mot.inputs_mot import TranslationInputs
-from hf_mot.replay_mot import ReplayPlan, native_flops
+from hf_mot.replay_cost_mot import native_flops
+from hf_mot.replay_mot import ReplayPlan
 from hf_mot.rows_mot import left_pad, positions_from_mask
 
 SUMMARY_TOKENS = 64

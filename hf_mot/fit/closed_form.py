@@ -4,28 +4,23 @@ import itertools
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..alignment_mot import tokenize_with_spans
-from ..configuration_mot import MoTConfig
 from ..modeling_mot import MoTModel
 from ..rows_mot import left_pad
-from ..translators_mot import Widths
+from ..translators_widths_mot import Widths
 from ..versions import versions
-from .error import fit_error
+from .build import solve_both
 from .gathered import Gathered, gather, gathering_settings
 from .key_metric import KEY_METRICS, KeyMetric, QueryMoments
 from .layers import choose_source_layers
 from .pair import SAMPLE_TOKENS, Pair, held_out_rows, pair_windows
 from .ranks import Budget
-from .solve import LinearMap, choose_ridge, solve, solve_windowed
-from .statistics import Moments
-from .weights import channel_weights
 from .windows import Window, batched
 
 DEFAULT_RANK = 1024
@@ -133,52 +128,38 @@ def fit(
         `ValueError`: an unknown method or metric, an impossible size, weight or budget, too little text, models that
             cannot be translated, statistics of something else or of more tokens.
     """
-    if method != "reduced_rank":
-        raise ValueError(f"`method` must be 'reduced_rank', got {method!r}.")
-    if key_metric not in KEY_METRICS:
-        raise ValueError(f"`key_metric` must be one of {', '.join(KEY_METRICS)}, got {key_metric!r}.")
     if source_window is None:
         source_window = 1 if rank is None else DEFAULT_SOURCE_WINDOW
-    for name, value, least in (
-        ("rank", 1 if rank is None else rank, 1),
-        ("num_source_layers", num_source_layers, 1),
-        ("source_window", source_window, 1),
-        ("embedding_window", embedding_window, 0),
-        ("max_tokens", max_tokens, 1),
-        ("batch_tokens", batch_tokens, 1),
-        ("held_out_documents", held_out_documents, 1),
-    ):
-        if value < least:
-            raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+    _check_settings(
+        method,
+        key_metric,
+        rank=(1 if rank is None else rank, 1),
+        num_source_layers=(num_source_layers, 1),
+        source_window=(source_window, 1),
+        embedding_window=(embedding_window, 0),
+        max_tokens=(max_tokens, 1),
+        batch_tokens=(batch_tokens, 1),
+        held_out_documents=(held_out_documents, 1),
+    )
     pair = Pair(
         *(source, target, source_tokenizer, target_tokenizer),
         target_hidden_layer=target_hidden_layer,
         restored_layers=sorted(set(restored_layers)),
         resume_layer=resume_layer,
     )
-    if (
-        target_hidden_layer is not None or restored_layers or resume_layer is not None
-    ):  # refuses layers that are not there, or cannot be read
-        MoTModel(pair.config(rank=1))
+    if target_hidden_layer is not None or restored_layers or resume_layer is not None:
+        MoTModel(pair.config(rank=1))  # refuses layers that are not there, or cannot be read
     target_runs = (pair.first_layer, pair.restored_layers, resume_layer)
     budget = Budget.of(pair.target_geometry, max_parameters, flops_share, source_window, *target_runs, rank or 0)
     if budget is not None and rank is None:
         raise ValueError("`rank` is None, but a budget needs the most that it may be. Give a number.")
     if source_window > 1 and rank is None:
         raise ValueError(f"`rank` is None, but a `source_window` of {source_window} needs one. Give a number.")
-    weights = None
-    if piece_weights is not None:
-        weights = channel_weights(
-            piece_weights, pair.target_geometry, [place + pair.first_layer for place in pair.restored]
-        )
-        below = sum(layer.width for layer in pair.target_geometry.layers[: pair.first_layer])
-        weights = weights[below : below + sum(pair.output_blocks)]
+    weights = None if piece_weights is None else pair.channel_weights(piece_weights)
     depth = len(pair.source_geometry.layers)
     if source_layers is not None:
-        if not set(source_layers) <= set(range(depth)):
-            raise ValueError(f"`source_layers` must lie in 0..{depth - 1}, got {source_layers}.")
-        if not source_layers and not embedding_window and target_hidden_layer is None:
-            raise ValueError("`source_layers` and `embedding_window` are both empty: there is nothing to read.")
+        reads_beside = embedding_window > 0 or target_hidden_layer is not None
+        _check_source_layers(source_layers, depth, reads_beside)
         source_layers = sorted(set(source_layers))
     started = time.perf_counter()
     windows, held_out, counter = pair_windows(pair, documents, held_out_documents, max_tokens, seed)
@@ -232,7 +213,7 @@ def fit(
     constant = lengths.constant_layers(key_weights, held_y) if key_norms else []
     shell.config.key_norms = [pair.first_layer + place for place in constant]
     pair.key_lengths = (lengths, key_weights) if key_norms else None
-    translator, no_source, choices = _solve_both(pair, moments, held_x, held_y, shell.config, rank, seed, budget)
+    translator, no_source, choices = solve_both(pair, moments, held_x, held_y, shell.config, rank, seed, budget)
     seconds |= {"forward": pair.seconds["forward"], "total": time.perf_counter() - started}
     bar.close()
     report = {
@@ -265,6 +246,25 @@ def fit(
     return FitResult(translator, no_source, report)
 
 
+def _check_settings(method: str, key_metric: str, **sizes: tuple[int, int]) -> None:
+    """Raises `ValueError` for a setting that no pair can take; `sizes` each with the least that it may be."""
+    if method != "reduced_rank":
+        raise ValueError(f"`method` must be 'reduced_rank', got {method!r}.")
+    if key_metric not in KEY_METRICS:
+        raise ValueError(f"`key_metric` must be one of {', '.join(KEY_METRICS)}, got {key_metric!r}.")
+    for name, (value, least) in sizes.items():
+        if value < least:
+            raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+
+
+def _check_source_layers(source_layers: list[int], depth: int, reads_beside: bool) -> None:
+    """Raises `ValueError` for layers that a source of `depth` layers lacks, or for none where nothing else is read."""
+    if not set(source_layers) <= set(range(depth)):
+        raise ValueError(f"`source_layers` must lie in 0..{depth - 1}, got {source_layers}.")
+    if not source_layers and not reads_beside:
+        raise ValueError("`source_layers` and `embedding_window` are both empty: there is nothing to read.")
+
+
 def query_metric(pair: Pair, sample: Iterable[list[Window]], seed: int) -> KeyMetric:
     """The metric of keys that the target's queries on a sample make."""
     prefix_ids = list(pair.target_contract["prefix_ids"])
@@ -273,94 +273,3 @@ def query_metric(pair: Pair, sample: Iterable[list[Window]], seed: int) -> KeyMe
         rows = [prefix_ids + tokenize_with_spans(pair.target_tokenizer, window.text)[0] for window in batch]
         moments.add(pair.target, *left_pad(rows))
     return moments.metric(pair.fitted_geometry, pair.first_layer, pair.restored)
-
-
-def _solve_both(
-    pair: Pair, moments: Moments, held_x, held_y, config: MoTConfig, rank: int | None, seed: int, budget: Budget | None
-):
-    """The translator, and from the same moments its control that reads all but the source: the target's token
-    embeddings, and its hidden state where the translator does."""
-    translator, choices = _solve_one(pair, moments, held_x, held_y, config, rank, seed, budget)
-    embedding_dim, hidden_dim = pair.beside_dims
-    beside = config.embedding_window * embedding_dim + hidden_dim
-    if not beside:
-        return translator, None, choices
-    columns = torch.arange(len(moments.xx) - beside, len(moments.xx))
-    config = pair.config(source_layers=[], embedding_window=config.embedding_window, key_norms=config.key_norms)
-    budget = None if budget is None else replace(budget, source_window=1)
-    no_source, own = _solve_one(pair, moments.select(columns), held_x[:, columns], held_y, config, rank, seed, budget)
-    return translator, no_source, {**choices, "no_source": own}
-
-
-def _solve_one(pair, moments: Moments, held_x, held_y, config: MoTConfig, rank, seed: int, budget: Budget | None):
-    ridge, curve = choose_ridge(moments, held_x, pair.in_metric(held_y), seed)
-    read = Widths.of(config)
-    rank = None if rank is None else min(rank, read.read_dim, read.output_dim)
-    if config.source_window == 1:
-        solution = solve(moments, ridge, rank, seed, budget)
-    else:
-        solution = solve_windowed(moments, read.source_dim, config.source_window, ridge, rank, seed, budget)
-    solution = solution if pair.key_metric is None else pair.key_metric.undo(solution)
-    if pair.key_lengths is not None:
-        lengths, key_weights = pair.key_lengths
-        solution = lengths.lengthened(solution, key_weights, held_x, held_y)
-    form: dict[str, Any] = {"rank": None if solution.up is None else len(solution.up)}
-    if solution.piece_ranks is not None:
-        ranks = iter(solution.piece_ranks)
-        form["piece_ranks"] = [[next(ranks) for _ in dims] for dims in read.target]
-    shared = {
-        name: getattr(config, name) for name in ("source_layers", "source_window", "embedding_window", "key_norms")
-    }
-    own = pair.config(**shared, **form, predicts_error=form["rank"] is not None)
-    model, choices = build_translator(own, solution), {**form, "ridge": ridge, "ridge_curve": curve}
-    if pair.key_lengths is not None:
-        set_key_norms(model, pair.key_lengths[1])
-    if own.predicts_error:
-        choices["error_prediction"] = fit_error(model, pair, moments, held_x, held_y)
-    return model, choices
-
-
-def build_translator(config: MoTConfig, solution: LinearMap) -> MoTModel:
-    """A translator with the weights of a closed-form solution; of a low rank, each piece in units of how much of it
-    varies with what is read."""
-    model = MoTModel(config)
-    module = model.translator
-    up, bias = solution.up, solution.bias
-    if up is not None:
-        pieces = up.square().sum(0).split([*sum(Widths.of(config).target, ())])
-        scale = torch.cat([piece.mean().sqrt().clamp(min=1e-6).expand_as(piece) for piece in pieces])
-        up, bias = up / scale, (bias + solution.center @ up) / scale
-    source_dim = 0 if module.source_in is None else module.source_in.in_features
-    with torch.no_grad():
-        if module.source_in is not None:
-            module.source_in.weight.copy_(solution.down[:source_dim].T)
-        beside = solution.down[config.source_window * source_dim :]
-        embedding_dim = 0 if module.embedding_in is None else module.embedding_in.in_features
-        for project, own in (
-            (module.embedding_in, beside[:embedding_dim]),
-            (module.hidden_in, beside[embedding_dim:]),
-        ):
-            if project is not None:
-                project.weight.copy_(own.T)
-        if module.source_before is not None:  # those of the tokens before are in the span of the own one's
-            own, *before = solution.down[: config.source_window * source_dim].split(source_dim)
-            through = torch.linalg.lstsq(own, torch.cat(before, dim=1)).solution  # [rank, (window - 1) * rank]
-            module.source_before.weight.copy_(torch.cat(through.split(len(through), dim=1)).T)
-        if up is not None:
-            module.center.copy_(solution.center)
-            module.scale.copy_(scale)
-        if solution.piece_ranks is not None:
-            module.up.load(up.T)
-        elif up is not None:
-            module.up.weight.copy_(up.T)
-        module.bias.copy_(bias)
-    return model.eval()
-
-
-def set_key_norms(model: MoTModel, key_weights: Sequence[torch.Tensor]) -> None:
-    """Sets the weighted lengths of a translator's keys, from weights `[kv_heads, key_dim]` a layer that it writes keys
-    of."""
-    written = [layer_idx for layer_idx in model.target_layers if layer_idx not in model.config.restored_layers]
-    with torch.no_grad():
-        for layer_idx, norm in model.key_norms.items():
-            norm.scale.copy_(key_weights[written.index(int(layer_idx))].sqrt())

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from ..modeling_mot import MoTModel
-from ..translators_mot import Widths
 from ..translators_output_mot import MoTOutput
+from ..translators_widths_mot import Widths
 from .pair import Pair
 from .solve import RIDGES
 from .statistics import Moments

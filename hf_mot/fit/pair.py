@@ -22,7 +22,7 @@ from ..resume_mot import check_resumable
 from ..rows_mot import causal_window, positions_from_mask
 from .key_metric import KeyMetric
 from .norms import KeyLengths
-from .weights import output_blocks
+from .weights import channel_weights, output_blocks
 from .windows import SHUFFLE_BUFFER, Window, calibration_windows, characters_per_token, shuffled
 
 SAMPLE_TOKENS = 8_192  # for the choice of layers, and again, held out, for the ridge strength
@@ -81,6 +81,14 @@ class Pair:
     def output_blocks(self) -> list[int]:
         """Widths of the blocks of a row of outputs."""
         return output_blocks(self.fitted_geometry, self.restored)
+
+    def channel_weights(self, piece_weights: Sequence[Sequence[float]]) -> torch.Tensor:
+        """What the squared error of each channel of a row of outputs counts, `[outputs]`. Raises `ValueError` as
+        [`channel_weights`]."""
+        restored = [place + self.first_layer for place in self.restored]
+        weights = channel_weights(piece_weights, self.target_geometry, restored)
+        below = sum(layer.width for layer in self.target_geometry.layers[: self.first_layer])
+        return weights[below : below + sum(self.output_blocks)]
 
     @property
     def beside_dims(self) -> list[int]:

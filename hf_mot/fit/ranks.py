@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..geometry_mot import ModelGeometry
-from ..replay_mot import bottom_flops, native_flops, projection_flops, resume_flops
+from ..replay_cost_mot import bottom_flops, native_flops, projection_flops, resume_flops
 from .weights import output_blocks
 
 BUDGET_CONTEXT = 1024  # tokens of context at which a share of the native prefill's FLOPs is counted
