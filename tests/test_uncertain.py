@@ -69,6 +69,21 @@ def test_attention_that_takes_no_masks_of_tensors_is_refused(monkeypatch):
         check_runs_slots(model)
 
 
+def test_model_is_asked_again_after_training_mode_whose_dropout_hid_it():
+    model = make_own("gpt2")["target"].train()
+    with pytest.raises(ValueError, match="the attention sdpa and in training mode, .* Put it in eval mode, or pass"):
+        check_runs_slots(model)
+    check_runs_slots(model.eval())
+
+
+def test_attention_that_is_changed_later_is_refused_then(monkeypatch):
+    model = make_own("llama")["target"]
+    check_runs_slots(model)
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flex_attention")
+    with pytest.raises(ValueError, match="with the attention flex_attention, takes no mask for that"):
+        check_runs_slots(model)
+
+
 def test_eager_attention_runs_tokens_too():
     model = make_own("gemma3")["target"]
     model.set_attn_implementation("eager")
