@@ -348,6 +348,11 @@ def test_curve_measures_it_where_the_error_is_predicted(own):
     assert not any("uncertain" in plan for plan in default_plans(make_translator(pair), 24))
 
 
+def test_row_whose_last_tokens_are_all_run_already_has_none_that_are_uncertain():
+    with pytest.raises(ValueError, match=r"tokens:5\+uncertain:1 runs 6 tokens .* has 5 .*Leave out uncertain\."):
+        ReplayPlan.parse("tokens:5+uncertain:1").translated_tokens(torch.ones(1, 6, dtype=torch.long), 1)
+
+
 FORMS = {
     "reduced rank": {},
     "pieces": {"piece_ranks": [[8, 2], [3, 8], [5, 2]]},
