@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from hf_mot import MoTConfig, MoTModel, ReplayPlan
 from hf_mot.capture_mot import prefill
 from hf_mot.compat_mot import cache_argument, decoder_layers
-from hf_mot.evaluation.curve import default_plans
+from hf_mot.evaluation.curve import default_plans, runnable_plans
 from hf_mot.modeling_mot import MoTOutput
 from hf_mot.replay_mot import bottom_flops, native_flops
 from hf_mot.rows_mot import positions_from_mask
@@ -346,6 +346,12 @@ def test_curve_measures_it_where_the_error_is_predicted(own):
     pair, mot, *_ = own
     assert {"uncertain:3", "uncertain:6"} <= set(default_plans(mot, 24))
     assert not any("uncertain" in plan for plan in default_plans(make_translator(pair), 24))
+
+
+def test_curve_without_named_plans_leaves_out_what_the_target_cannot_run():
+    model, plans = ALL_FAMILIES["MPT"](len(TOKENIZER)), ["none", "bottom:1+uncertain:3", "tokens:3"]
+    assert runnable_plans(plans, model) == ["none", "tokens:3"]
+    assert runnable_plans(plans, make_own("llama")["target"]) == plans
 
 
 def test_row_whose_last_tokens_are_all_run_already_has_none_that_are_uncertain():
