@@ -15,6 +15,7 @@ from hf_mot import MoTConfig, MoTModel, ReplayPlan
 from hf_mot.capture_mot import prefill
 from hf_mot.compat_mot import cache_argument, decoder_layers
 from hf_mot.evaluation.curve import default_plans, runnable_plans
+from hf_mot.evaluation.settings import check_models
 from hf_mot.modeling_mot import MoTOutput
 from hf_mot.replay_mot import bottom_flops, native_flops
 from hf_mot.rows_mot import positions_from_mask
@@ -352,6 +353,16 @@ def test_curve_without_named_plans_leaves_out_what_the_target_cannot_run():
     model, plans = ALL_FAMILIES["MPT"](len(TOKENIZER)), ["none", "bottom:1+uncertain:3", "tokens:3"]
     assert runnable_plans(plans, model) == ["none", "tokens:3"]
     assert runnable_plans(plans, make_own("llama")["target"]) == plans
+
+
+def test_twin_that_cannot_do_the_plan_is_refused_before_anything_is_measured():
+    pair = make_own("llama")
+    plain = make_translator(pair)
+    both = {"translator": predicting(plain), "no_source": plain, "source": pair["source"], "target": pair["target"]}
+    check_models(["no_source"], **both, baselines={}, plans=["none"])
+    check_models(["translated"], **both, baselines={}, plans=["uncertain:3"])
+    with pytest.raises(ValueError, match="this translator does not tell which"):
+        check_models(["no_source"], **both, baselines={}, plans=["none", "uncertain:3"])
 
 
 def test_row_whose_last_tokens_are_all_run_already_has_none_that_are_uncertain():
