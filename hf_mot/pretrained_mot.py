@@ -171,6 +171,11 @@ class MoTPreTrainedModel(PreTrainedModel):
             default["replay"] = f"bottom:{window['target_layers'][0]}"
         elif fields.get("resume_layer") is not None:
             layer_idx = fields["resume_layer"]
+            if channel_ratio != 1 or start:
+                raise ValueError(
+                    f"`channel_ratio` {channel_ratio} and `start` {start} choose a window, but below a `resume_layer`"
+                    f", here {layer_idx}, all layers are translated. Leave them out."
+                )
             window = {
                 **{name: own[:layer_idx] for name, own in window.items()},
                 "target_layers": list(range(layer_idx)),

@@ -200,10 +200,11 @@ class ReplayPlan:
                 f"{lengths[row]} (its special prefix not counted). Choose tokens:{lengths[row]} or fewer."
             )
         if self.run_tokens > lengths[row]:
+            rest = lengths[row] - self.tokens
             raise ValueError(
                 f"`replay` {self} runs {self.run_tokens} tokens of each row natively, but row {row} of the context "
-                f"has {lengths[row]} (its special prefix not counted). Choose uncertain:{lengths[row] - self.tokens} "
-                "or fewer."
+                f"has {lengths[row]} (its special prefix not counted). "
+                + (f"Choose uncertain:{rest} or fewer." if rest else "Leave out uncertain.")
             )
         return attention_mask.shape[1] - self.tokens
 

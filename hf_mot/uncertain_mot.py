@@ -15,7 +15,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from .attention_mot import intercepted_masks
 from .compat_mot import chunked_layers, decoder_layers, hides_by_itself, layer_windows, run_decoder
 
-_OBEYS: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+# By model, the attention implementations in which it was found to obey. In training mode dropout hides it, so that
+# what was not found is looked for again.
+_OBEYS: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
 def choose_slots(
@@ -74,15 +76,17 @@ def run_slots(
 def check_runs_slots(model: PreTrainedModel) -> None:
     """Raises `ValueError` for a model that cannot run single tokens in the midst of others."""
     config = model.config.get_text_config()
-    if model not in _OBEYS:
-        takes_tensors = config._attn_implementation in ("eager", "sdpa")
-        _OBEYS[model] = takes_tensors and not hides_by_itself(config) and _obeys(model)
-    if not _OBEYS[model]:
+    attention, found = config._attn_implementation, _OBEYS.setdefault(model, set())
+    if attention in found:
+        return
+    if attention not in ("eager", "sdpa") or hides_by_itself(config) or not _obeys(model):
+        way_out = "Put it in eval mode" if model.training else "Load it with attn_implementation='sdpa'"
         raise ValueError(
             f"`replay` uncertain runs single tokens in the midst of a context, but {type(model).__name__}, with the "
-            f"attention {config._attn_implementation}, takes no mask for that. Load it with attn_implementation="
-            "'sdpa', or pass tokens:32 (so many last tokens)."
+            f"attention {attention}{' and in training mode' * model.training}, takes no mask for that. {way_out}, or "
+            "pass tokens:32 (so many last tokens)."
         )
+    found.add(attention)
 
 
 @torch.no_grad()

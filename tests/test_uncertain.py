@@ -14,7 +14,8 @@ from transformers import DynamicCache
 from hf_mot import MoTConfig, MoTModel, ReplayPlan
 from hf_mot.capture_mot import prefill
 from hf_mot.compat_mot import cache_argument, decoder_layers
-from hf_mot.evaluation.curve import default_plans
+from hf_mot.evaluation.curve import default_plans, runnable_plans
+from hf_mot.evaluation.settings import check_models
 from hf_mot.modeling_mot import MoTOutput
 from hf_mot.replay_cost_mot import bottom_flops, native_flops
 from hf_mot.rows_mot import positions_from_mask
@@ -66,6 +67,21 @@ def test_attention_that_takes_no_masks_of_tensors_is_refused(monkeypatch):
     model = make_own("llama")["target"]
     monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
     with pytest.raises(ValueError, match="LlamaForCausalLM, with the attention flash_attention_2, .*='sdpa', or pass"):
+        check_runs_slots(model)
+
+
+def test_model_is_asked_again_after_training_mode_whose_dropout_hid_it():
+    model = make_own("gpt2")["target"].train()
+    with pytest.raises(ValueError, match="the attention sdpa and in training mode, .* Put it in eval mode, or pass"):
+        check_runs_slots(model)
+    check_runs_slots(model.eval())
+
+
+def test_attention_that_is_changed_later_is_refused_then(monkeypatch):
+    model = make_own("llama")["target"]
+    check_runs_slots(model)
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flex_attention")
+    with pytest.raises(ValueError, match="with the attention flex_attention, takes no mask for that"):
         check_runs_slots(model)
 
 
@@ -331,6 +347,27 @@ def test_curve_measures_it_where_the_error_is_predicted(own):
     pair, mot, *_ = own
     assert {"uncertain:3", "uncertain:6"} <= set(default_plans(mot, 24))
     assert not any("uncertain" in plan for plan in default_plans(make_translator(pair), 24))
+
+
+def test_curve_without_named_plans_leaves_out_what_the_target_cannot_run():
+    model, plans = ALL_FAMILIES["MPT"](len(TOKENIZER)), ["none", "bottom:1+uncertain:3", "tokens:3"]
+    assert runnable_plans(plans, model) == ["none", "tokens:3"]
+    assert runnable_plans(plans, make_own("llama")["target"]) == plans
+
+
+def test_twin_that_cannot_do_the_plan_is_refused_before_anything_is_measured():
+    pair = make_own("llama")
+    plain = make_translator(pair)
+    both = {"translator": predicting(plain), "no_source": plain, "source": pair["source"], "target": pair["target"]}
+    check_models(["no_source"], **both, baselines={}, plans=["none"])
+    check_models(["translated"], **both, baselines={}, plans=["uncertain:3"])
+    with pytest.raises(ValueError, match="this translator does not tell which"):
+        check_models(["no_source"], **both, baselines={}, plans=["none", "uncertain:3"])
+
+
+def test_row_whose_last_tokens_are_all_run_already_has_none_that_are_uncertain():
+    with pytest.raises(ValueError, match=r"tokens:5\+uncertain:1 runs 6 tokens .* has 5 .*Leave out uncertain\."):
+        ReplayPlan.parse("tokens:5+uncertain:1").translated_tokens(torch.ones(1, 6, dtype=torch.long), 1)
 
 
 FORMS = {

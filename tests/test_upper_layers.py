@@ -276,6 +276,12 @@ def test_impossible_configurations_are_refused(pair, change, message):
         MoTModel(MoTConfig(**fields))
 
 
+@pytest.mark.parametrize("window", [{"channel_ratio": 0.4}, {"start": 1, "channel_ratio": 0.4}])
+def test_window_beside_it_is_refused(pair, window):
+    with pytest.raises(ValueError, match="choose a window, but below a `resume_layer`, here 2, all layers are"):
+        random_translator(pair, **window)
+
+
 @pytest.mark.parametrize(
     ("family", "message"),
     [

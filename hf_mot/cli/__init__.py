@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_mot.names import did_you_mean
 
-PLANS = "none, full, full:6-11, sparse:128, bottom:6, tokens:32, uncertain:32 or bottom:6+tokens:32"
+PLANS = "none, full, full:6-11, sparse:128, bottom:6, tokens:32, uncertain:32, resume:5 or bottom:6+tokens:32"
 AUTO = "or by the measured curve auto, auto:0.25 (of native FLOPs) or auto:recovery=0.9"
 
 

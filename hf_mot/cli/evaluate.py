@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     from hf_mot.baselines import BASELINES
     from hf_mot.data.documents import read_documents
     from hf_mot.evaluation.arms import find_arm
-    from hf_mot.evaluation.curve import default_plans
+    from hf_mot.evaluation.curve import default_plans, runnable_plans
     from hf_mot.evaluation.gate import Gate
     from hf_mot.evaluation.measure import has_crashed
     from hf_mot.evaluation.prompts import STYLES
@@ -151,6 +151,8 @@ def run(args: argparse.Namespace) -> int:
     # What cannot be gone on with, or reused, must not cost the loading of the models either.
     store = ResultStore(results, overwrite=args.overwrite, reuse=args.reuse)
     pair = load_pair(args, translator)
+    if args.curve is not None and not split_names(args.curve):
+        settings["curve"] = runnable_plans(settings["curve"], pair["target"])
 
     def corpus():
         return read_documents(args.fit_text, lines=args.lines)

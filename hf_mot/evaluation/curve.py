@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_mot.evaluation.arms import ARMS
 from hf_mot.evaluation.context_nll import compare_arms
@@ -16,6 +17,7 @@ from hf_mot.evaluation.gate import MIN_DOCUMENTS, documents_of
 from hf_mot.evaluation.metrics import METRICS
 from hf_mot.modeling_mot import MoTModel
 from hf_mot.replay_mot import ReplayPlan
+from hf_mot.uncertain_mot import check_runs_slots
 
 NEEDED_ARMS = ("native", "no_context", "translated")  # without which there is no curve
 STEPS = 6  # between none and all of the target's own prefill
@@ -60,6 +62,17 @@ def _is_possible(translator: MoTModel, plan: ReplayPlan) -> bool:
     except ValueError:
         return False
     return True
+
+
+def runnable_plans(plans: Sequence[str], target: PreTrainedModel) -> list[str]:
+    """Those of [`default_plans`] that a target can run: not all models run single tokens in the midst of others."""
+    if not any(ReplayPlan.parse(plan).uncertain for plan in plans):
+        return list(plans)
+    try:
+        check_runs_slots(target)
+    except ValueError:
+        return [plan for plan in plans if not ReplayPlan.parse(plan).uncertain]
+    return list(plans)
 
 
 def check_plans(translator: MoTModel, plans: Sequence[str], context_length: int, replay: str) -> list[str]:

@@ -139,6 +139,9 @@ def check_models(
         if model is not None and model.training:
             raise ValueError(f"`{name}` is in training mode, where dropout blurs the figures. Call {name}.eval().")
     plans = [ReplayPlan.parse(plan) for plan in plans]
+    if no_source is not None and any(find_arm(arm).needs == "no_source" for arm in arms):
+        for plan in plans:  # a twin of another form is refused now, not after hours
+            no_source.plan(plan.unguided)
     if any(plan.sparse for plan in plans):
         check_guide(source)
         sparse_way(target)
