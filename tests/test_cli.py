@@ -403,7 +403,8 @@ def test_inspect_writes_json(translator, tmp_path):
 
 def test_inspect_names_the_window_and_the_plan_of_a_trained_translator(translator):
     config = MoTModel.from_pretrained(translator).config.to_dict()
-    form = {"method": "mot", "target_layers": [1, 2], "replay": "full", "hidden_size": 8, "predicts_error": False}
+    form = {"method": "mot", "target_layers": [1, 2], "replay": "full", "hidden_size": 8}
+    form |= {"predicts_error": False, "source_window": 1}  # what a linear path alone has
     mot = MoTModel(MoTConfig(**config | form))
     mot.fit_report = {"training": {"steps": 7, "tokens": 123, "replay": "full:1-2", "corpus": [{"name": "a.txt"}]}}
     shown = inspect.format_description(inspect.describe(mot))

@@ -141,6 +141,8 @@ def fit(
         batch_tokens=(batch_tokens, 1),
         held_out_documents=(held_out_documents, 1),
     )
+    if source_layers is not None and not source_layers:
+        source_window = 1  # there is nothing of the tokens before either
     pair = Pair(
         *(source, target, source_tokenizer, target_tokenizer),
         target_hidden_layer=target_hidden_layer,
@@ -194,7 +196,7 @@ def fit(
             pair, batched(sample, 2048), num_source_layers, embedding_window, seed, weights
         )
     seconds = {"choice_of_layers": time.perf_counter() - started}
-    windows_read = {"source_window": source_window if source_layers else 1, "embedding_window": embedding_window}
+    windows_read = {"source_window": source_window, "embedding_window": embedding_window}
     shell = MoTModel(pair.config(source_layers=source_layers, rank=1, **windows_read))
     if budget is not None:  # too little must not cost the pass over the text
         budget.check(rank, Widths.of(shell.config).read_dim)
