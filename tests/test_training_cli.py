@@ -205,6 +205,15 @@ def test_train_overwrites_checkpoints_alone(command, tmp_path, capsys):
     assert (tmp_path / "letters.txt").read_text() == "dear"
 
 
+def test_refused_training_leaves_what_it_was_to_overwrite(command, tmp_path, capsys):
+    checkpoint = tmp_path / "out" / "checkpoints" / "checkpoint-2" / "model.safetensors"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_bytes(b"weights")
+    again = [*command, "--out", str(tmp_path / "out"), "--overwrite", "--replay", "uncertain:3"]
+    assert "no loss would reach these. Train with replay='none'" in fails(capsys, again)
+    assert checkpoint.read_bytes() == b"weights"
+
+
 def test_new_translator_reads_evenly_spaced_layers():
     pair = pair_contracts(**make_pair())
     found = [new_translator(pair, num_source_layers=count).config.source_layers for count in (1, 2, 10)]

@@ -147,8 +147,6 @@ def run(args: argparse.Namespace) -> int:
     if held_out is not None:
         limits = {"passes": 1, "limit": training.eval_limit}
         eval_examples = TextDataset.from_args(held_out, pair["target_tokenizer"], training, **limits)
-    if args.overwrite:
-        shutil.rmtree(training.output_dir, ignore_errors=True)
     trainer = MoTTrainer(
         model,
         training,
@@ -160,6 +158,8 @@ def run(args: argparse.Namespace) -> int:
         **pair,
     )
     trainer.facts = {"corpus": corpus, "command": command_line(args.argv)}
+    if args.overwrite:  # what the trainer refuses must not cost the checkpoints
+        shutil.rmtree(training.output_dir, ignore_errors=True)
     checkpoint = last_checkpoint(training.output_dir)
     if checkpoint is not None:
         check_run(checkpoint, trainer.report()["training"])
