@@ -1,5 +1,7 @@
 """The closed form onto what goes into a target layer, and onto the layers below it, for plan `resume`."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import make_documents, make_own, make_pair, save_pair
@@ -9,8 +11,9 @@ from hf_mot import MoTModel
 from hf_mot.capture_mot import prefill
 from hf_mot.cli.inspect import describe, format_description
 from hf_mot.cli.main import main
-from hf_mot.cli.rivals import can_refit
+from hf_mot.cli.rivals import all_arms, can_refit
 from hf_mot.compat_mot import cache_argument
+from hf_mot.evaluation.settings import check_settings
 from hf_mot.fit import fit, save_fit
 from hf_mot.fit.pair import Pair
 from hf_mot.hub.card import render_card
@@ -132,3 +135,17 @@ def test_command_line_fits_and_shows_it(pair, tmp_path, capsys):
     shown = format_description(describe(loaded))
     assert "2 of 3 target layers (0-1)" in shown and "what goes into layer 2, from which the target runs" in shown
     assert "translated is what goes into target layer 2 too" in render_card(loaded.config, loaded.fit_report)
+
+
+def test_all_arms_are_those_that_the_target_can_resume_from(result, tmp_path):
+    save_fit(result, tmp_path / "mot")
+    arms = all_arms(SimpleNamespace(translator=str(tmp_path / "mot"), fit_text=None), result.translator)
+    assert {"translated", "no_source", "identity"} <= set(arms) and "zero_cache" not in arms
+    assert check_settings(result.translator, arms=arms, replay="resume:1+uncertain:4")[: len(arms)] == arms
+
+
+@pytest.mark.parametrize("plans", [{}, {"replay": "full", "curve": ["full", "resume:1"]}])
+def test_arms_of_keys_and_values_alone_are_refused_before_a_model_is_loaded(result, plans):
+    with pytest.raises(ValueError, match="`arms` holds raw_copy, which give keys and values alone, .* resume:1 runs"):
+        check_settings(result.translator, arms=["translated", "raw_copy"], **plans)
+    check_settings(result.translator, arms=["translated", "raw_copy"], replay="full")

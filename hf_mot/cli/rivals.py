@@ -144,6 +144,8 @@ def all_arms(args: argparse.Namespace, translator: Any) -> list[str]:
         absent |= {"no_source", "target_layers_only"}
     if translator.config.target_hidden_layer is None:
         absent.add("target_layers_only")
+    if translator.config.resume_layer is not None:
+        absent |= {arm for arm in ARMS if ARMS[arm].states_only}  # from which the target cannot resume
     return [arm for arm in ARMS if arm not in absent]
 
 

@@ -88,9 +88,15 @@ def check_settings(
     arms = [*arms, *(GATE_ARMS if gate is not None else ()), *(NEEDED_ARMS if curve is not None else ())]
     helper = ["native_wrong_document"] if "wrong_document" in arms else []
     arms = list(dict.fromkeys([*arms, *helper]))
-    if curve is not None:
-        arms += planned_arms(arms, check_plans(translator, curve, context_length, replay), replay)
-    return arms
+    plans = [replay] if curve is None else check_plans(translator, curve, context_length, replay)
+    without = [arm for arm in arms if ARMS[arm].states_only]
+    resumed = [plan for plan in plans if ReplayPlan.parse(plan).resume is not None]
+    if resumed and without:
+        raise ValueError(
+            f"`arms` holds {', '.join(without)}, which give keys and values alone, but the plan {resumed[0]} runs the "
+            "target from a hidden state. Leave them out."
+        )
+    return arms if curve is None else [*arms, *planned_arms(arms, plans, replay)]
 
 
 def check_replay(translator: MoTModel, replay: str, context_length: int) -> None:
@@ -145,12 +151,5 @@ def check_models(
     if any(plan.sparse for plan in plans):
         check_guide(source)
         sparse_way(target)
-    for plan in plans:
-        without = [arm for arm in arms if find_arm(arm).states_only]
-        if plan.resume is not None and without:
-            raise ValueError(
-                f"`arms` holds {', '.join(without)}, which give keys and values alone, but the plan {plan} runs the "
-                "target from a hidden state. Leave them out."
-            )
     if any(plan.uncertain for plan in plans):
         check_runs_slots(target)
