@@ -186,3 +186,13 @@ def no_deprecated_transformers_call(caplog):
     own = "Passing `generation_config` together with generation-related arguments=({'"
     deprecated = [text for text in said if "deprecat" in text.lower() and not text.startswith(own)]
     assert not deprecated, deprecated
+
+
+def make_random_translator(pair: dict, **fields) -> MoTModel:
+    """A translator of a pair with random weights, in which no part counts for nothing."""
+    mot = MoTModel.from_pair(**pair, **{"method": "reduced_rank", "rank": 8, "embedding_window": 2, **fields})
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, weight in mot.named_parameters():
+            weight.normal_(1.0 if name.endswith("gain") else 0.0, 0.3)
+    return mot.eval()

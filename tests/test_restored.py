@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import FAMILIES, changed, make_documents, make_own, make_pair, make_tokenizer
+from conftest import FAMILIES, changed, make_documents, make_own, make_pair, make_random_translator, make_tokenizer
 from families import FAMILIES as ALL_FAMILIES
 from test_identity import logits_after, prompt_ids
 from test_replay_parts import assert_equal_states, patches
@@ -34,13 +34,7 @@ SOME = (
 
 def random_translator(pair, restored=(1,), **fields):
     """A translator with random weights that gives some layers as what goes into their attention."""
-    fields = {"method": "reduced_rank", "rank": 8, "embedding_window": 2, **fields}
-    mot = MoTModel.from_pair(**pair, restored_layers=list(restored), **fields)
-    torch.manual_seed(2)
-    with torch.no_grad():
-        for name, weight in mot.named_parameters():
-            weight.normal_(1.0 if name.endswith("gain") else 0.0, 0.3)
-    return mot.eval()
+    return make_random_translator(pair, restored_layers=list(restored), **fields)
 
 
 @pytest.fixture(params=FAMILIES, scope="module")

@@ -5,7 +5,16 @@ import sys
 
 import pytest
 import torch
-from conftest import FAMILIES, changed, make_documents, make_own, make_pair, make_tokenizer, save_pair
+from conftest import (
+    FAMILIES,
+    changed,
+    make_documents,
+    make_own,
+    make_pair,
+    make_random_translator,
+    make_tokenizer,
+    save_pair,
+)
 from families import FAMILIES as ALL_FAMILIES
 from test_replay_parts import assert_equal_states, patches, tokens_run
 
@@ -33,13 +42,7 @@ MODULES = {
 
 def random_translator(pair, layer=0, **fields):
     """A translator with random weights that reads the input of a target layer."""
-    fields = {"method": "reduced_rank", "rank": 8, "embedding_window": 2, **fields}
-    mot = MoTModel.from_pair(**pair, target_hidden_layer=layer, **fields)
-    torch.manual_seed(2)
-    with torch.no_grad():
-        for name, weight in mot.named_parameters():
-            weight.normal_(1.0 if name.endswith("gain") else 0.0, 0.3)
-    return mot.eval()
+    return make_random_translator(pair, target_hidden_layer=layer, **fields)
 
 
 @pytest.fixture(params=FAMILIES, scope="module")

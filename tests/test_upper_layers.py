@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import FAMILIES, make_documents, make_own, make_pair, make_tokenizer, make_translator
+from conftest import (
+    FAMILIES,
+    make_documents,
+    make_own,
+    make_pair,
+    make_random_translator,
+    make_tokenizer,
+    make_translator,
+)
 from families import FAMILIES as ALL_FAMILIES
 from test_identity import logits_after, prompt_ids
 from test_replay_parts import assert_equal_states, patches, tokens_run
@@ -34,13 +42,7 @@ SOME = (
 
 def random_translator(pair, layer=2, **fields):
     """A translator with random weights whose target resumes at a layer."""
-    fields = {"method": "reduced_rank", "rank": 8, "embedding_window": 2, **fields}
-    mot = MoTModel.from_pair(**pair, resume_layer=layer, **fields)
-    torch.manual_seed(2)
-    with torch.no_grad():
-        for name, weight in mot.named_parameters():
-            weight.normal_(1.0 if name.endswith("gain") else 0.0, 0.3)
-    return mot.eval()
+    return make_random_translator(pair, resume_layer=layer, **fields)
 
 
 @pytest.fixture(params=FAMILIES, scope="module")
