@@ -20,7 +20,7 @@ from .guidance_mot import Guidance, Guide
 from .inputs_mot import TranslationInputs, prepare_inputs, read_source, shortest_context
 from .pretrained_mot import MoTPreTrainedModel
 from .replay_auto_mot import choose_plan, is_auto
-from .replay_check_mot import check_target, check_translator
+from .replay_check_mot import check_prediction, check_target, check_translator
 from .replay_mot import ReplayPlan
 from .replay_run_mot import read_bottom, replay
 from .rows_mot import check_rows
@@ -248,7 +248,9 @@ class MoTModel(MoTPreTrainedModel):
         """The target layers whose states are translated by a plan. Raises `ValueError` as [`plan`]."""
         plan = ReplayPlan.parse(plan)
         check_translator(plan, self.config)
-        return plan.layers(self.target_layers, len(self.target_geometry.layers))
+        layers = plan.layers(self.target_layers, len(self.target_geometry.layers))
+        check_prediction(plan, self.config)
+        return layers
 
     def run(self, inputs: TranslationInputs, plan: ReplayPlan) -> MoTOutput:
         """Translates what the plan does not leave to the target. Raises `ValueError` for a row that it is too short

@@ -1,5 +1,7 @@
 """Whether a translator gives what a replay plan takes, and whether a target can run it."""
 
+from dataclasses import replace
+
 from transformers import PreTrainedModel
 
 from .configuration_mot import MoTConfig
@@ -22,19 +24,28 @@ def check_target(plan: ReplayPlan, target: PreTrainedModel, geometry: ModelGeome
 
 def check_translator(plan: ReplayPlan, config: MoTConfig) -> None:
     """Raises `ValueError` for a plan that takes what a translator with this configuration does not give, or does not
-    compute what it reads. Which layers it takes is checked by [`ReplayPlan.layers`]."""
+    compute what it reads. Which layers it takes is checked by [`ReplayPlan.layers`], and by [`check_prediction`] which
+    tokens."""
+    _check_hidden_states(plan, config)
     if plan.sparse and not config.source_layers:
         raise ValueError(
             f"`replay` {plan} looks where the source has looked, but this translator reads no source. Pass "
             f"replay='{plan.unguided}'."
         )
-    if plan.uncertain and not config.predicts_error and config.method != "identity":
-        raise ValueError(
-            f"`replay` {plan} runs the tokens that are likeliest translated wrong, but this translator does not "
-            "tell which (`predicts_error`). Fit it again with hf-mot fit and a rank, or pass "
-            f"replay='{plan.unpredicted}', so many last tokens."
-        )
-    _check_hidden_states(plan, config)
+
+
+def check_prediction(plan: ReplayPlan, config: MoTConfig) -> None:
+    """Raises `ValueError` for a plan that runs the tokens that are likeliest wrong, if nobody tells which. Comes last:
+    the plan that it names in place of this one takes the same of the translator otherwise."""
+    if not plan.uncertain or config.predicts_error or config.method == "identity":
+        return
+    instead, meaning = plan.unpredicted, "so many last tokens"
+    if _reads_last_tokens(instead, config):
+        instead, meaning = replace(plan, tokens=0, uncertain=0), "no tokens"
+    raise ValueError(
+        f"`replay` {plan} runs the tokens that are likeliest translated wrong, but this translator does not tell "
+        f"which (`predicts_error`). Fit it again with hf-mot fit and a rank, or pass replay='{instead}', {meaning}."
+    )
 
 
 def _check_hidden_states(plan: ReplayPlan, config: MoTConfig) -> None:
@@ -56,13 +67,22 @@ def _check_hidden_states(plan: ReplayPlan, config: MoTConfig) -> None:
     if layer_idx is None:
         return
     if plan.bottom <= layer_idx:
+        lowest = ReplayPlan(bottom=layer_idx + 1, tokens=32)
+        also = "" if _reads_last_tokens(lowest, config) else f" or '{lowest}'"
         raise ValueError(
             f"`replay` is {plan}, but this translator reads what goes into layer {layer_idx} of the target "
-            f"(`target_hidden_layer`), which the target then has to compute. Pass replay='bottom:{layer_idx + 1}' "
-            f"or 'bottom:{layer_idx + 1}+tokens:32', or a higher bottom."
+            f"(`target_hidden_layer`), which the target then has to compute. Pass replay='bottom:{layer_idx + 1}'"
+            f"{also}, or a higher bottom."
         )
-    if plan.tokens and plan.tokens_read(config, plan.tokens + 1) > 1:
+    if _reads_last_tokens(plan, config):
         raise ValueError(
             f"`replay` is {plan}, but this translator is not `causal`: it reads the target's hidden states of the "
             f"last tokens too, which are run later. Pass replay='bottom:{plan.bottom}'."
         )
+
+
+def _reads_last_tokens(plan: ReplayPlan, config: MoTConfig) -> bool:
+    """Whether the translator reads the target's hidden states of the plan's last tokens too, which are run later."""
+    if config.target_hidden_layer is None or plan.tokens == 0:
+        return False
+    return plan.tokens_read(config, plan.tokens + 1) > 1

@@ -1,10 +1,11 @@
 """Plan `uncertain`: the target runs the tokens of a context again that are likeliest translated wrong."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import FAMILIES, make_documents, make_own, make_tokenizer, make_translator
+from conftest import FAMILIES, make_documents, make_own, make_random_translator, make_tokenizer, make_translator
 from families import FAMILIES as ALL_FAMILIES
 from test_replay_parts import assert_equal_states, patches, tokens_run
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -276,6 +277,35 @@ def test_plan_has_one_name():
             ReplayPlan.parse(name)
     with pytest.raises(ValueError, match="`uncertain` of a plan must be 0 or more, got 0, 0, -1"):
         ReplayPlan(uncertain=-1)
+
+
+TRANSLATORS = {
+    "all layers": {},
+    "resumed": {"resume_layer": 2},
+    "upper layers": {"target_layers": [1, 2], "replay": "bottom:1"},
+    "middle layer": {"target_layers": [1], "replay": "full"},
+    "hidden state": {"target_hidden_layer": 0},
+    "hidden state, not causal": {
+        **{"target_hidden_layer": 0, "method": "mot", "causal": False},
+        **{"rank": None, "hidden_size": 8, "num_attention_heads": 2},
+    },
+    "hidden state, no source": {"target_hidden_layer": 0, "source_layers": []},
+}
+
+
+@pytest.mark.parametrize("form", TRANSLATORS)
+@pytest.mark.parametrize("plan", ["uncertain:3", "bottom:1+uncertain:3", "resume:1+tokens:2+uncertain:3", "sparse:8"])
+def test_plan_that_a_refusal_names_is_one_that_this_translator_takes(form, plan):
+    mot = make_random_translator(make_own("llama"), **TRANSLATORS[form])
+    try:
+        mot.plan(plan)
+    except ValueError as error:
+        named = re.findall(r"'((?:full|bottom|tokens|resume)[^']*)'", str(error))
+        assert named or "resume" in plan  # which only another translator takes
+        for instead in named:
+            mot.plan(instead)
+    else:
+        assert "uncertain" not in plan
 
 
 def test_plans_that_cannot_be_are_refused_before_anything_runs(own):
