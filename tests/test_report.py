@@ -255,6 +255,19 @@ def test_report_of_the_command(folder, tmp_path):
     }
 
 
+def test_refused_evaluation_makes_no_folder_and_overwrites_nothing(folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    arguments = ["--text", folder / "text.txt", *models(folder), "--report"]
+    assert run_command(folder / "mot", *arguments, tmp_path / "there") == 0
+    before = (tmp_path / "there" / "examples.jsonl").read_bytes()
+    for name in ("there", "new"):
+        for wrong in (["--reuse", "absent"], ["--target", "absent"], ["--seed", "1", "--replay", "half"]):
+            with pytest.raises((ValueError, OSError)):
+                run_command(folder / "mot", *arguments, tmp_path / name, "--overwrite", *wrong)
+    assert (tmp_path / "there" / "examples.jsonl").read_bytes() == before
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -239,6 +239,17 @@ def test_what_is_overwritten_can_be_reused(pair, scored, tmp_path):
     assert {arm for arm, row in scored["done"]} == {"translated", "wrong_document"}
 
 
+def test_run_without_results_leaves_the_file_as_it_was(pair, scored, tmp_path):
+    tasks, file, new = {"squad": make_examples(4)}, tmp_path / "results.jsonl", tmp_path / "new" / "results.jsonl"
+    evaluate(tasks=tasks, results=file, **pair)
+    before, scored["kill_after"] = file.read_bytes(), 0
+    scored["done"].clear()
+    for path in (file, new):
+        with pytest.raises(Killed):
+            evaluate(tasks=tasks, results=ResultStore(path, overwrite=True), **{**pair, "seed": 1})
+    assert file.read_bytes() == before and not new.parent.exists()
+
+
 def test_results_of_another_version_of_context_nll_are_not_mixed_in(pair, tmp_path, monkeypatch):
     file, documents = tmp_path / "results.jsonl", make_documents(3)
     assert evaluate(documents=documents, results=file, **pair)["context_nll_version"] == context_nll.VERSION

@@ -230,11 +230,13 @@ def test_another_pair_layers_or_text_are_refused(tmp_path, captured, examples, m
         ({"top_logits": -1}, "`top_logits` must be None or from 0 to"),
         ({"target_layers": [2, 1]}, "`target_layers` must rise within 0..2, got \\[2, 1\\]"),
         ({"batch_size": 0}, "`batch_size` must be 1 or more, got 0"),
+        ({"max_bytes": 1000}, "`max_bytes` of 1,000 has no room for one example"),
     ],
 )
 def test_impossible_settings_are_refused(tmp_path, examples, mot, pair, settings, message):
     with pytest.raises(ValueError, match=message):
-        capture_states(examples, mot, **pair, **{**SETTINGS, **settings}, folder=tmp_path)
+        capture_states(examples, mot, **pair, **{**SETTINGS, **settings}, folder=tmp_path / "states")
+    assert not any(tmp_path.iterdir())
 
 
 def test_no_source_layers_and_no_examples_are_refused(tmp_path, examples, mot, pair):
@@ -242,8 +244,21 @@ def test_no_source_layers_and_no_examples_are_refused(tmp_path, examples, mot, p
         capture_states(examples, make_translator(pair, source_layers=[]), **pair, **SETTINGS, folder=tmp_path / "a")
     with pytest.raises(ValueError, match="`examples` is empty"):
         capture_states([], mot, **pair, **SETTINGS, folder=tmp_path / "b")
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "c").write_text("")
+    with pytest.raises(ValueError, match="`folder` .*c is a file. Choose another name"):
+        capture_states([], mot, **pair, **SETTINGS, folder=tmp_path / "c")
+
+
+def test_states_of_a_run_that_was_killed_in_its_first_shard_are_refused(tmp_path, examples, mot, pair, monkeypatch):
+    def killed(*args):
+        raise Killed
+
+    monkeypatch.setattr("hf_mot.data.capture.write_shard", killed)
+    with pytest.raises(Killed):
+        capture_states(iter(examples), mot, **pair, **SETTINGS, folder=tmp_path)
     with pytest.raises(ValueError, match="holds no captured example yet"):
-        StatesDataset(tmp_path / "b")
+        StatesDataset(tmp_path)
 
 
 def copied(folder: Path, to: Path) -> Path:

@@ -337,6 +337,28 @@ def test_half_a_checkpoint_is_passed_over(tmp_path):
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": "source"}, "`target` does not match"),
+        ({"args": {"replay": "bottom:3"}}, "nothing is left to train"),
+        ({"args": {"train_only": "gian"}}, "`train_only`"),
+        ({"text": ["too short"]}, "`documents` holds no document of"),
+    ],
+)
+def test_training_that_is_refused_leaves_no_folder_behind(pair, tmp_path, change, message):
+    (tmp_path / "there").mkdir()
+    for folder in ("there", "new/in/new"):
+        args = make_args(tmp_path / folder, **change.get("args", {}))
+        given = {**pair, "target": pair[change.get("target", "target")]}
+        text = TextDataset.from_args(change.get("text", make_documents(9)), pair["target_tokenizer"], args)
+        with pytest.raises(ValueError, match=message):
+            make_trainer(given, args, make_translator(pair), train_dataset=text).train()
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+    make_trainer(pair, make_args(tmp_path / "new"))
+    assert (tmp_path / "new").is_dir()
+
+
 def test_models_of_another_pair_are_refused(pair, tmp_path):
     args, translator = make_args(tmp_path), make_translator(pair)
     with pytest.raises(ValueError, match="`target` does not match"):

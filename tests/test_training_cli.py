@@ -192,11 +192,13 @@ def test_train_on_captured_states_does_not_load_the_source(folder, command, tmp_
         (["--length", "2000", "--context", "1900"], "`documents` holds no document of 1900 + 100 target tokens"),
         (["--sensitivity-power", "2"], "`--sensitivity-power` has no effect without `--sensitivity`"),
         (["--text", "nowhere.txt"], "nowhere.txt, which does not exist"),
+        (["--replay", "uncertain:3"], "no loss would reach these. Train with replay='none'"),
     ],
 )
 def test_train_refuses_bad_arguments_before_any_step(command, tmp_path, capsys, monkeypatch, change, message):
     monkeypatch.setattr(MoTTrainer, "train", None)
     assert message in fails(capsys, [*command, "--out", str(tmp_path / "out"), *change])
+    assert not any(tmp_path.iterdir())
 
 
 def test_train_overwrites_checkpoints_alone(command, tmp_path, capsys):
@@ -305,8 +307,15 @@ def test_search_tries_every_window_and_goes_on_where_it_was_killed(search, tmp_p
         (["--starts", "a"], "`--starts` must be layer numbers with commas between, got 'a'"),
         (["--channel-ratio", "2"], "`channel_ratio` must be above 0 and at most 1, got 2.0"),
         (["--preset", "papers"], "`--preset` is 'papers'. Did you mean paper?"),
+        (["--config", "rnak=4"], "`rnak` is not a field of MoTConfig"),
+        (["--length", "2000", "--context", "1900"], "`documents` holds no document of 1900 + 100 target tokens"),
+        (["--eval-text", "short.txt"], "`documents` holds no document of"),
     ],
 )
 def test_search_refuses_bad_arguments(search, tmp_path, capsys, monkeypatch, change, message):
-    monkeypatch.setattr(MoTTrainer, "train", None)
-    assert message in fails(capsys, [*search, "--out", str(tmp_path / "out"), *change])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("short")
+    for folder in ("new", "there"):
+        (tmp_path / "there").mkdir(exist_ok=True)
+        assert message in fails(capsys, [*search, "--out", str(tmp_path / folder), *change])
+    assert {path.name for path in tmp_path.rglob("*")} == {"short.txt", "there"}

@@ -240,6 +240,5 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _results_file(args: argparse.Namespace) -> Path | None:
     if args.report is not None:
-        Path(args.report).mkdir(parents=True, exist_ok=True)
         return Path(args.report) / "examples.jsonl"
     return None if args.json is None else Path(args.json).with_suffix(".examples.jsonl")

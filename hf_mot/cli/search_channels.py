@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from hf_mot.hub.resolve import load_model, load_tokenizer
     from hf_mot.training import MoTTrainer, TextDataset, TextFiles
     from hf_mot.training.channel_search import search_channels
+    from hf_mot.training.checkpoints import missing_folders, remove_empty
     from hf_mot.training.report import SETTINGS
     from hf_mot.training.start import pair_contracts
 
@@ -61,17 +62,21 @@ def run(args: argparse.Namespace) -> int:
     limits = {"passes": 1, "limit": training.eval_limit}
     eval_examples = TextDataset.from_args(held_out, pair["target_tokenizer"], training, **limits)
 
+    new_folders = missing_folders(training.output_dir)
+
     def train(model) -> dict[str, float]:
         trainer = MoTTrainer(
             model, training, train_dataset=examples, eval_dataset=eval_examples, eval_documents=held_out, **pair
         )
-        trainer.train()
-        return trainer.evaluate()
+        try:
+            trainer.train()
+            return trainer.evaluate()
+        finally:
+            remove_empty(new_folders)  # no checkpoint is kept
 
     recipe = {name: getattr(training, name) for name in (*SETTINGS, "max_steps", "eval_limit", "eval_context_length")}
     files = {"corpus": args.text, "held_out": args.eval_text}
     corpora = {name: [describe_file(path) for path in paths] for name, paths in files.items()}
-    Path(args.out).mkdir(parents=True, exist_ok=True)
     report = search_channels(
         pair_contracts(**pair),
         train,

@@ -113,13 +113,17 @@ def capture_states(
                 rows += _capture(batch, shell, index["settings"], source, source_tokenizer, target, target_tokenizer)
                 bar.update(len(batch))
             if group:
+                if not index["shards"]:  # before the first: a killed run goes on where it is
+                    folder.mkdir(parents=True, exist_ok=True)
+                    write_index(folder, {**index, "complete": False})
                 for example in group:
                     digest.update(_content(example))
                 index["shards"].append(write_shard(folder, len(index["shards"]), rows))
                 index["digest"] = digest.hexdigest()
                 written = sum(shard["bytes"] for shard in index["shards"])
                 bar.set_postfix_str(f"{written / 1e9:.2f} of {max_bytes / 1e9:.2f} GB")
-            write_index(folder, index)
+            if index["shards"]:
+                write_index(folder, index)
     if not index["shards"]:
         raise ValueError(
             "`examples` is empty: there is nothing to capture."
@@ -164,11 +168,11 @@ def _new_index(config, target, target_layers, dtype, top_logits, max_shard_bytes
 
 def _open_folder(folder: Path, fresh: dict[str, Any]) -> dict[str, Any]:
     """The index to go on with; what a killed run has left half done is removed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"`folder` {folder} is a file. Choose another name.")
     if not (folder / INDEX).exists():
-        if any(path.name != f"{INDEX}.tmp" for path in folder.iterdir()):
+        if folder.exists() and any(path.name != f"{INDEX}.tmp" for path in folder.iterdir()):
             raise ValueError(f"`folder` {folder} holds something else than captured states. Choose another one.")
-        write_index(folder, fresh)
         return fresh
     index = read_index(folder)
     refuse_other_pair(folder, index, fresh["source"], fresh["target"])

@@ -14,10 +14,10 @@ OF_TRANSLATOR = ("translator", "replay")  # the settings that make no difference
 class ResultStore:
     """
     Results by part (`"context_nll"` or a task), arm and example. With a path, each batch is written at once as lines
-    of JSON, and what is there already is not computed again.
+    of JSON, and what is there already is not computed again. A run that gives no results leaves the file as it was.
 
     Args:
-        path (`str` or `os.PathLike`, *optional*): The file; its folder must exist. By default results are in memory.
+        path (`str` or `os.PathLike`, *optional*): The file; its folder is made. By default results are in memory.
         overwrite (`bool`, *optional*, defaults to `False`): Starts anew, whatever is in the file.
         reuse (`str` or `os.PathLike`, *optional*): Such a file of another evaluation of the same pair, which is only
             read: what no translator plays a part in (arms that are `shared`) is taken from it.
@@ -35,16 +35,15 @@ class ResultStore:
         self.path = None if path is None else Path(path)
         self._settings: dict[str, dict[str, Any]] = {}
         self._results: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
-        self._reused = None
-        if reuse is not None:  # first, since it may be the file that is overwritten
+        self._unwritten: list[dict[str, Any]] = []  # settings of parts that have no results yet
+        self._reused, self._starts_anew = None, overwrite
+        if reuse is not None:
             if not os.path.isfile(reuse):
                 raise ValueError(f"`reuse` must name a file of results, examples.jsonl of a report, got {reuse}.")
             self._reused = ResultStore()
             self._reused.path = Path(reuse)
             self._reused._read(self._reused.path)
-        if self.path is not None and overwrite:
-            self.path.unlink(missing_ok=True)
-        if self.path is not None and self.path.exists():
+        if self.path is not None and self.path.exists() and not overwrite:
             whole, half = self._read(self.path)
             if half:  # else nothing is cut, in case that another process has added something by now
                 os.truncate(self.path, whole)
@@ -64,7 +63,7 @@ class ResultStore:
         for name, own in {part: settings, **{f"{part}/{arm}": own for arm, own in arms.items() if own}}.items():
             if name not in self._settings:
                 self._settings[name] = dict(own)
-                self._write([{"part": name, "settings": dict(own)}])
+                self._unwritten.append({"part": name, "settings": dict(own)})
             self._check(name, own, ())
         if self._reused is None or part not in self._reused._settings:
             return
@@ -99,8 +98,11 @@ class ResultStore:
     def _write(self, lines: list[dict[str, Any]]) -> None:
         if self.path is None or not lines:
             return
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+        lines = [json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in (*self._unwritten, *lines)]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "w" if self._starts_anew else "a", encoding="utf-8") as file:
+            file.writelines(lines)
+        self._unwritten, self._starts_anew = [], False
 
     def _read(self, path: Path) -> tuple[int, bool]:
         """Bytes up to the end of the last whole line, and whether a killed run has left half of one after it."""

@@ -1,7 +1,9 @@
-"""Checkpoints of a run: the last whole one, and whether it belongs to the translator at hand."""
+"""Checkpoints of a run: the last whole one, whether it belongs to the translator at hand, and the folder for them."""
 
 import json
 import re
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,19 @@ def last_checkpoint(folder: str | Path) -> str | None:
             continue
         return str(path)
     return None
+
+
+def missing_folders(folder: str | Path) -> list[Path]:
+    """A folder and those that it lies in, as far as they are not there yet, deepest first."""
+    folder = Path(folder).absolute()
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Removes those folders that are there and empty."""
+    for folder in folders:
+        with suppress(OSError):  # it is neither
+            folder.rmdir()
 
 
 def check_checkpoint(checkpoint: str | Path, model: MoTModel) -> None:

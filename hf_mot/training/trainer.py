@@ -1,6 +1,7 @@
 """MoTTrainer: trains a translator between two frozen models. `compute_loss` is the page to read."""
 
 import itertools
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from hf_mot.modeling_mot import MoTModel
 from hf_mot.replay_auto_mot import is_auto
 
 from .arguments import MoTTrainingArguments
-from .checkpoints import check_checkpoint, last_checkpoint
+from .checkpoints import check_checkpoint, last_checkpoint, missing_folders, remove_empty
 from .collator import PairCollator
 from .comparison import Comparison, token_counts
 from .datasets import TextDataset
@@ -83,7 +84,9 @@ class MoTTrainer(Trainer):
         args = MoTTrainingArguments("tmp_trainer") if args is None else args
         data = [kwargs.get("train_dataset"), kwargs.get("eval_dataset")]
         captured = next((part for part in data if isinstance(part, StatesDataset)), None)
+        self._new_folders = missing_folders(args.output_dir) if args.should_save else []
         super().__init__(model, args, data_collator, **kwargs)
+        remove_empty(self._new_folders)  # what is refused below leaves none behind
         self.loss_is_scaled_for_ga = True
         mot = self.translator
         if args.train_only is not None:
@@ -143,6 +146,8 @@ class MoTTrainer(Trainer):
         self._usage = RouterUsage(self.model)
         self.add_callback(_LogLastStep())
         self._clock = time.perf_counter()
+        if args.should_save:
+            os.makedirs(args.output_dir, exist_ok=True)
 
     @property
     def translator(self) -> MoTModel:
@@ -233,7 +238,11 @@ class MoTTrainer(Trainer):
             if resume_from_checkpoint is None:
                 raise ValueError(f"`resume_from_checkpoint`: {self.args.output_dir} holds no whole checkpoint.")
         self._clock = time.perf_counter()
-        return super().train(resume_from_checkpoint, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, **kwargs)
+        except BaseException:
+            remove_empty(self._new_folders)
+            raise
 
     def save_model(self, output_dir=None, _internal_call=False):
         """Saves the translator, with how it was trained in its fit report."""
