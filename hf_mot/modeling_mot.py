@@ -100,8 +100,8 @@ class MoTModel(MoTPreTrainedModel):
         Raises:
             `ValueError`: a model, tokenizer or cache that is not the pair's, a cache that lost keys or holds NaN or
                 mixed dtypes, an empty context, more context than the target's positions, an unknown plan or one that
-                asks for more layers or tokens than there are, plan sparse without guidance, or no plan that `"auto"`
-                could choose.
+                asks for more layers or tokens than there are, or that this target cannot run, plan sparse without
+                guidance, or no plan that `"auto"` could choose.
         """
         inputs = self.prepare(
             source_cache,
@@ -117,6 +117,7 @@ class MoTModel(MoTPreTrainedModel):
             allow_variant=allow_variant,
         )
         plan = self.plan(replay, int(inputs.target_mask.sum(dim=1).min()), guided=inputs.guidance is not None)
+        check_target(plan, target, self.target_geometry)  # before anything runs
         inputs = self.read_target(inputs, target, plan)
         cache = self.assemble(self.run(inputs, plan), inputs, target, plan)
         if allow_variant:
@@ -145,7 +146,7 @@ class MoTModel(MoTPreTrainedModel):
         if texts and is_auto(self.config.replay if replay is None else replay):
             shortest = shortest_context(self.config, texts, target_tokenizer)
         plan = self.plan(replay, shortest)
-        check_target(plan, target, self.target_geometry)  # before the source reads
+        check_target(plan, target, self.target_geometry)  # before the source runs too
         cache, source_ids, source_mask = self.read_source(texts, source, source_tokenizer, allow_variant, plan=plan)
         return self.translate(
             cache,

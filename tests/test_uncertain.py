@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -313,6 +314,7 @@ def test_plans_that_cannot_be_are_refused_before_anything_runs(own):
     message = (
         rf"tokens:1.uncertain:{SHORTEST} runs {SHORTEST + 1} tokens .* row 0 .* has {SHORTEST} .*:{SHORTEST - 1} or"
     )
+    check_runs_slots(pair["target"])  # asked once, by a run of its own
     with tokens_run(pair["target"]) as (given, _):
         cache, ids, mask = mot.read_source(TEXTS, pair["source"], pair["source_tokenizer"])
         read_by_source = list(given)
@@ -334,15 +336,27 @@ def test_plans_that_cannot_be_are_refused_before_anything_runs(own):
         Comparison(None, pair["target"], plan=ReplayPlan.parse("bottom:1+uncertain:3"), losses=["cc"])
 
 
-def test_target_that_cannot_is_refused_before_the_source_reads():
+@pytest.mark.parametrize(
+    ("family", "fields", "plan", "message"),
+    [
+        ("MPT", {"predicts_error": True}, "uncertain:2", "MptForCausalLM, .* takes no mask for that"),
+        ("MPT", {}, "sparse:2/0", "The attention of MptForCausalLM can be made sparse neither"),
+        ("Gemma-4 (shared KV layers)", {"resume_layer": 1}, "resume:0", "caches 2 of its 4 layers"),
+    ],
+)
+def test_target_that_cannot_is_refused_before_source_or_translator_run(family, fields, plan, message):
     torch.manual_seed(0)
-    model, source = ALL_FAMILIES["MPT"](len(TOKENIZER)), make_own("llama")["target"]
+    model, source = ALL_FAMILIES[family](len(TOKENIZER)), make_own("llama")["target"]
     pair = {"source": source, "target": model, "source_tokenizer": TOKENIZER, "target_tokenizer": TOKENIZER}
-    mot = predicting(make_translator(pair))
-    with tokens_run(source) as (given, _):
-        with pytest.raises(ValueError, match="MptForCausalLM, .* takes no mask for that"):
-            mot.handoff(TEXTS[0], replay="uncertain:2", **pair)
-    assert not any(given)
+    mot = make_random_translator(pair, **fields)
+    read = mot.read_source(TEXTS[:1], source, TOKENIZER, plan=ReplayPlan.parse(plan))
+    ready = {name: part for name, part in pair.items() if name != "source"}
+    with tokens_run(source) as (given, _), mock.patch.object(mot, "forward") as forward:
+        with pytest.raises(ValueError, match=message):
+            mot.handoff(TEXTS[0], replay=plan, **pair)
+        with pytest.raises(ValueError, match=message):
+            mot.translate(*read[:2], text=TEXTS[:1], replay=plan, **ready)
+    assert not any(given) and not forward.called
 
 
 def test_checkpointing_that_takes_the_cache_away_is_noticed():
