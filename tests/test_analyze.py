@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import make_documents, make_pair, make_translator, save_pair
+from conftest import make_documents, make_pair, make_random_translator, make_translator, save_pair
 from evaluation_pair import make_examples, write_examples
 from transformers.utils import logging as transformers_logging
 
@@ -110,6 +110,14 @@ def test_what_is_lost_is_a_share_of_the_contexts_worth():
 def test_bad_input_is_one_clear_line(command, capsys, argv, message):
     error = fails(capsys, [*command, *argv])
     assert message in error and error.startswith("hf-mot analyze: error: ") and error.count("\n") == 1
+
+
+def test_plan_that_resumes_is_refused_before_a_model_is_loaded(folder, tmp_path, capsys):
+    make_random_translator(make_pair(), resume_layer=2).save_pretrained(tmp_path)
+    absent = ["--source", "absent", "--target", "absent", "--text", str(folder / "valid.txt")]
+    assert "Pass replay='full', by which they are native" in fails(
+        capsys, ["analyze", str(tmp_path), "--sensitivity", *absent]
+    )
 
 
 @pytest.mark.parametrize(

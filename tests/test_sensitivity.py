@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import make_documents, make_model, make_tokenizer
+from conftest import make_documents, make_model, make_random_translator, make_tokenizer
 from evaluation_pair import CONTEXT, make_examples
 from evaluation_pair import make_pair as make_evaluated_pair
 from torch import nn
@@ -132,6 +132,15 @@ def test_a_context_that_is_worth_nothing_gives_nats_and_a_note(pair):
 def test_a_channel_window_leaves_other_layers_native(pair):
     report = measure_sensitivity(documents=make_documents(3), replay="full:1-1", **pair)
     assert list(costs(report, "context_nll")) == [(1, "keys"), (1, "values")]
+
+
+def test_what_resumes_from_a_translated_state_is_no_piece(pair):
+    models = {name: pair[name] for name in ("source", "target", "source_tokenizer", "target_tokenizer")}
+    resumed = {**pair, "translator": make_random_translator(models, resume_layer=2)}
+    with pytest.raises(ValueError, match="the layers above 1 come of a translated hidden state.*Pass replay='full'"):
+        measure_sensitivity(documents=make_documents(3), **resumed)
+    report = measure_sensitivity(documents=make_documents(3), replay="full", **resumed)
+    assert {layer_idx for layer_idx, _ in costs(report, "context_nll")} == {0, 1}
 
 
 def test_a_mixed_cache_is_native_but_for_its_pieces(pair):

@@ -13,13 +13,21 @@ from hf_mot.capture_mot import positions_from_mask
 from hf_mot.evaluation.batch import Batch
 from hf_mot.fit.weights import STATES
 from hf_mot.modeling_mot import MoTModel
+from hf_mot.replay_mot import ReplayPlan
 
 Piece = tuple[int, str]  # a target layer, and which of its states
 
 
 def translated_pieces(translator: MoTModel, replay: str) -> list[Piece]:
-    """What a translation replaces by this plan, bottom layer first. Raises `ValueError` if it leaves none."""
-    layers = translator.injected_layers(replay)
+    """What a translation replaces by this plan, bottom layer first. Raises `ValueError` if it leaves none, or for a
+    plan by which more comes of a translation than that."""
+    layers, plan = translator.injected_layers(replay), ReplayPlan.parse(replay)
+    if plan.resume is not None:
+        raise ValueError(
+            f"`replay` is {plan}, by which the layers above {plan.resume} come of a translated hidden state, which is "
+            "no piece of a cache: what that costs would be left out. Pass replay='full', by which they are native and "
+            "the layers below are measured."
+        )
     if not layers:
         raise ValueError(
             f"`replay` {replay} leaves every layer to the target, so no piece is translated. Take fewer layers."

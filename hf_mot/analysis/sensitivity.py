@@ -100,8 +100,9 @@ def measure_sensitivity(
         piece the squared error of the translated, position-free states as a share of the native ones' variance.
 
     Raises:
-        ValueError: On an unknown task or plan, a bad `context_length`, `limit` or `batch_size`, a missing source, a
-            model in training mode, nothing to measure on, or a loss that is not finite.
+        ValueError: On an unknown task or plan, a plan that resumes from a translated state, a bad `context_length`,
+            `limit` or `batch_size`, a missing source, a model in training mode, nothing to measure on, or a loss that
+            is not finite.
     """
     tasks = dict(tasks or {})
     check_parts(documents, tasks)

@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("`--text` and `--tasks` are both missing: there is nothing to measure on. Give one of them.")
 
     from hf_mot.analysis import measure_sensitivity, plot_sensitivity
+    from hf_mot.analysis.pieces import translated_pieces
     from hf_mot.data.documents import read_documents
     from hf_mot.evaluation.files import save_report
     from hf_mot.evaluation.report_plot import require_matplotlib
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         "replay": args.replay,
     }
     check_settings(translator, tasks=tasks, **settings)
+    translated_pieces(translator, str(translator.plan(args.replay, args.context)))
     report = measure_sensitivity(
         translator,
         documents,
