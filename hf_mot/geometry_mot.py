@@ -9,6 +9,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from .compat_mot import decoder_of, hides_by_itself, layer_windows, run_decoder, shares_last_layers, unsupported_cache
@@ -87,7 +88,8 @@ class ModelGeometry:
         rotary (`tuple[RotaryEncoding, ...]`): The rotary encodings that the layers use.
         embedding_dim (`int`): Width of the input embeddings.
         attention_dim (`int`): Query channels of a layer (attention heads × head_dim), for costs.
-        decoder_parameters (`int`): Weights of the decoder without its embeddings, for costs.
+        decoder_parameters (`int`): Weights of the decoder without its embeddings, learned positions included, for
+            costs.
         max_positions (`int`, *optional*): Longest sequence the model was made for.
         sliding (`bool`): Whether any layer attends within a sliding window.
         windows (`tuple[int | None, ...]`, *optional*): How many tokens the sliding window of each layer holds, `None`
@@ -215,19 +217,26 @@ def probe(model: PreTrainedModel) -> ModelGeometry:
             "Models that skip caches between layers are not supported."
         )
     _refuse_broken_continuation(model, name)
-    embeddings = {id(weight) for module in (model.get_input_embeddings(),) for weight in module.parameters()}
     _PROBED[model] = ModelGeometry(
         layers=tuple(layers),
         rotary=tuple(used),
         embedding_dim=model.get_input_embeddings().weight.shape[-1],
         attention_dim=config.num_attention_heads * layers[0].key_dim,
-        decoder_parameters=sum(w.numel() for w in decoder_of(model).parameters() if id(w) not in embeddings),
+        decoder_parameters=decoder_parameters(model),
         max_positions=getattr(config, "max_position_embeddings", None),
         sliding=any(DynamicCache(config=config).is_sliding) or hides_by_itself(config) or _counts_pads(model),
         windows=tuple(layer_windows(config)[: len(layers)]),
         hidden_dim=probe_hidden_dim(model),
     )
     return _PROBED[model]
+
+
+def decoder_parameters(model: PreTrainedModel) -> int:
+    """Weights of the decoder, without what is looked up and never multiplied: embeddings of tokens and positions."""
+    decoder = decoder_of(model)
+    tables = [module for module in decoder.modules() if isinstance(module, nn.Embedding)]
+    looked_up = {id(weight) for module in (model.get_input_embeddings(), *tables) for weight in module.parameters()}
+    return sum(weight.numel() for weight in decoder.parameters() if id(weight) not in looked_up)
 
 
 def _rope_types(config) -> set[str]:

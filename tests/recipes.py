@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from hf_mot import MoTModel
 from hf_mot.cli.main import parse
 from hf_mot.cli.train import translator_settings
-from hf_mot.compat_mot import cache_argument, decoder_of, layer_windows
-from hf_mot.geometry_mot import ModelGeometry, probe
+from hf_mot.compat_mot import cache_argument, layer_windows
+from hf_mot.geometry_mot import ModelGeometry, decoder_parameters, probe
 from hf_mot.modeling_mot import MoTOutput
 from hf_mot.translators_widths_mot import Widths
 
@@ -148,14 +148,13 @@ def geometry(model: PreTrainedModel, cache: DynamicCache, kind: ModelGeometry) -
     `kind`, the probe of a small one."""
     keys, values = cache.layers[0].keys, cache.layers[0].values
     layer = replace(kind.layers[0], kv_heads=keys.shape[1], key_dim=keys.shape[-1], value_dim=values.shape[-1])
-    embeddings = model.get_input_embeddings().weight
     return replace(
         kind,
         layers=(layer,) * model.config.num_hidden_layers,
         windows=tuple(layer_windows(model.config)),
-        embedding_dim=embeddings.shape[-1],
+        embedding_dim=model.get_input_embeddings().weight.shape[-1],
         attention_dim=model.config.num_attention_heads * layer.key_dim,
-        decoder_parameters=sum(w.numel() for w in decoder_of(model).parameters() if w is not embeddings),
+        decoder_parameters=decoder_parameters(model),
         max_positions=model.config.max_position_embeddings,
     )
 

@@ -5,13 +5,17 @@ from contextlib import contextmanager
 import pytest
 import torch
 from conftest import FAMILIES, make_documents, make_model, make_own, make_tokenizer, make_translator
+from families import FAMILIES as ALL_FAMILIES
+from families import build
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
 
 from hf_mot import MoTConfig, MoTModel, ReplayPlan
 from hf_mot.analysis.pieces import translated_pieces
 from hf_mot.capture_mot import prefill
-from hf_mot.compat_mot import cache_argument, decoder_layers
+from hf_mot.compat_mot import cache_argument, decoder_layers, run_decoder
+from hf_mot.geometry_mot import probe
 from hf_mot.replay_cost_mot import bottom_flops, native_flops
 
 TEXTS = make_documents(1, 4, 1) + make_documents(1, 12, 2)  # the second goes beyond the window of gemma3
@@ -274,6 +278,31 @@ def test_plans_have_one_name():
         ReplayPlan.parse("tokens:3+none")
     with pytest.raises(ValueError, match="must be 0 or more, got -1, 0"):
         ReplayPlan(bottom=-1)
+
+
+# Learned positions, also beside projections of the embeddings; none, tables per layer, and biases by distance.
+COUNTED = (
+    *("GPT-2", "GPT-BigCode", "GPT-Neo (global and local)", "OPT", "OPT (350m: projections, post-norm)", "BioGPT"),
+    *("CTRL", "Bloom", "MPT", "GPT-J", "GPT-NeoX", "Llama", "Qwen3", "Gemma-3", "Gemma-3n", "Gemma-4"),
+)
+
+
+@pytest.mark.parametrize("family", COUNTED)
+def test_weights_that_cost_are_those_that_a_prefill_multiplies_by(family):
+    """And norms and biases, which are few but in a tiny model; not what is looked up, nor the LM head."""
+    model, length = ALL_FAMILIES[family](90), 12
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        run_decoder(model, torch.arange(5, 5 + length)[None], DynamicCache())
+    counted = counter.get_flop_counts()["Global"]
+    multiplied = sum(counted.get(name, 0) for name in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    added = 2 * length * sum(weight.numel() for weight in model.parameters() if weight.dim() == 1)
+    assert 2 * length * probe(model).decoder_parameters == pytest.approx(multiplied + added, rel=0.01)
+
+
+@pytest.mark.parametrize("class_name", ["GPT2LMHeadModel", "OPTForCausalLM", "LlamaForCausalLM"])
+def test_tied_heads_cost_as_little_as_others(class_name):
+    tied, untied = (build(class_name, 90, tie_word_embeddings=tie) for tie in (True, False))
+    assert probe(tied).decoder_parameters == probe(untied).decoder_parameters
 
 
 def test_cost_is_that_of_the_layers_and_tokens_that_are_run(own):
