@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from conftest import make_documents, make_own, make_pair, save_pair
+from conftest import make_documents, make_pair, save_pair
+from small_fit import DOCUMENTS, OPTIONS, OTHERS, TEXT, error_to_itself
 from training_pair import make_args, make_trainer
 
 from hf_mot import MoTModel
@@ -10,20 +11,11 @@ from hf_mot.capture_mot import prefill
 from hf_mot.cli.fit import format_fit
 from hf_mot.cli.inspect import describe, format_description
 from hf_mot.cli.main import main
-from hf_mot.compat_mot import cache_argument
 from hf_mot.fit import fit, save_fit
 from hf_mot.fit.pair import Pair
 from hf_mot.hub.card import render_card
 from hf_mot.replay_cost_mot import native_flops, projection_flops
 from hf_mot.restore_mot import attention_inputs
-
-DOCUMENTS, TEXT = make_documents(24, 60), make_documents(1, 30, seed=8)[0]
-OPTIONS = {
-    "source_window": 1,
-    **{"rank": 24, "source_layers": [0, 2], "embedding_window": 2, "held_out_documents": 3},
-    **{"max_tokens": 2500, "progress": False},
-}
-WEIGHTS = [[1.0, 1.0], [1.0, 2.0], [4.0, 1.0]]
 
 
 @pytest.fixture(scope="module")
@@ -60,22 +52,7 @@ def test_outputs_are_native_states_and_what_goes_into_the_attention(pair, result
 def test_full_rank_fit_of_a_model_to_itself_is_native(family):
     """The input of the attention of layer 1 is no linear map of keys and values, but the target's embeddings tell what
     goes into that of layer 0, which its keys and values come of."""
-    pair = make_own(family)
-    options = {**OPTIONS, "rank": None, "source_layers": [0, 1, 2], "key_norms": False, "max_tokens": 4000}
-    documents = make_documents(60, 60)
-    both = [fit(documents, **pair, **options, restored_layers=restored).translator for restored in ([], [0])]
-    prompt = pair["target_tokenizer"](" the captain wrote", add_special_tokens=False, return_tensors="pt")["input_ids"]
-    ids = pair["target_tokenizer"](TEXT, return_tensors="pt")["input_ids"]
-
-    def logits(cache):
-        with torch.no_grad():
-            return pair["target"](prompt, **{cache_argument(pair["target"]): cache}).logits
-
-    native, nothing = logits(prefill(pair["target"], ids)), logits(prefill(pair["target"], ids[:, :1]))
-    plain, restored = (
-        (logits(mot.handoff(TEXT, **pair).fork()) - native).norm() / (nothing - native).norm() for mot in both
-    )
-    assert plain < 0.05 and restored < 0.3
+    assert error_to_itself(family) < 0.05 and error_to_itself(family, restored_layers=[0]) < 0.3
 
 
 def test_budget_counts_what_the_target_restores(pair):
@@ -90,8 +67,7 @@ def test_budget_counts_what_the_target_restores(pair):
 
 
 def test_other_options_go_with_it(pair, tmp_path):
-    options = {**OPTIONS, "source_layers": None, "num_source_layers": 2, "max_tokens": 1500}
-    options |= {"key_metric": "query", "piece_weights": WEIGHTS, "source_window": 2, "target_hidden_layer": 0}
+    options = {**OTHERS, "target_hidden_layer": 0}
     kept = tmp_path / "moments.safetensors"
     found, again = (fit(DOCUMENTS, **pair, **options, restored_layers=[2], statistics=kept) for _ in range(2))
     assert (found.translator.config.target_layers, found.translator.config.restored_layers) == ([1, 2], [2])

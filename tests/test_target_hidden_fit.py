@@ -2,22 +2,13 @@
 
 import pytest
 import torch
-from conftest import make_documents, make_own, make_pair
+from conftest import make_pair
+from small_fit import DOCUMENTS, OPTIONS, OTHERS, TEXT, error_to_itself
 
 from hf_mot import MoTModel, ReplayPlan
-from hf_mot.capture_mot import prefill
-from hf_mot.compat_mot import cache_argument
 from hf_mot.fit import fit, save_fit
 from hf_mot.fit.pair import Pair
 from hf_mot.replay_cost_mot import bottom_flops, native_flops
-
-DOCUMENTS, TEXT = make_documents(24, 60), make_documents(1, 30, seed=8)[0]
-OPTIONS = {
-    "source_window": 1,
-    **{"rank": 24, "source_layers": [0, 2], "embedding_window": 2, "held_out_documents": 3},
-    **{"max_tokens": 2500, "progress": False},
-}
-WEIGHTS = [[1.0, 1.0], [1.0, 2.0], [4.0, 1.0]]
 
 
 @pytest.fixture(scope="module")
@@ -85,19 +76,7 @@ def test_translator_gives_what_was_solved(pair, result):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_full_rank_fit_of_a_model_to_itself_is_native(family):
-    pair = make_own(family)
-    options = {**OPTIONS, "rank": None, "source_layers": [0, 1, 2], "key_norms": False, "max_tokens": 4000}
-    mot = fit(make_documents(60, 60), **pair, **options, target_hidden_layer=0).translator
-    prompt = pair["target_tokenizer"](" the captain wrote", add_special_tokens=False, return_tensors="pt")["input_ids"]
-    ids = pair["target_tokenizer"](TEXT, return_tensors="pt")["input_ids"]
-
-    def logits(cache):
-        with torch.no_grad():
-            return pair["target"](prompt, **{cache_argument(pair["target"]): cache}).logits
-
-    native, nothing = logits(prefill(pair["target"], ids)), logits(prefill(pair["target"], ids[:, :1]))
-    error = (logits(mot.handoff(TEXT, **pair).fork()) - native).norm() / (nothing - native).norm()
-    assert error < 0.05
+    assert error_to_itself(family, target_hidden_layer=0) < 0.05
 
 
 def test_budget_counts_what_the_plan_runs_of_the_target(pair):
@@ -112,11 +91,9 @@ def test_budget_counts_what_the_plan_runs_of_the_target(pair):
 
 
 def test_other_options_are_of_the_layers_above_too(pair, tmp_path):
-    options = {**OPTIONS, "source_layers": None, "num_source_layers": 2, "max_tokens": 1500}
-    options |= {"key_metric": "query", "piece_weights": WEIGHTS, "source_window": 2}
     kept = tmp_path / "moments.safetensors"
-    found = fit(DOCUMENTS, **pair, **options, target_hidden_layer=0, statistics=kept)
-    again = fit(DOCUMENTS, **pair, **options, target_hidden_layer=0, statistics=kept)
+    found = fit(DOCUMENTS, **pair, **OTHERS, target_hidden_layer=0, statistics=kept)
+    again = fit(DOCUMENTS, **pair, **OTHERS, target_hidden_layer=0, statistics=kept)
     for ours, theirs in zip(
         values_above(found.translator, pair, None), values_above(again.translator, pair, None), strict=True
     ):
@@ -126,7 +103,7 @@ def test_other_options_are_of_the_layers_above_too(pair, tmp_path):
         loaded = MoTModel.from_pretrained(tmp_path / folder)
         assert loaded.config.target_hidden_layer == 0 and loaded.fit_report["target_hidden_layer"] == 0
     with pytest.raises(ValueError, match="which was gathered with another `target_hidden_layer`"):
-        fit(DOCUMENTS, **pair, **options, target_hidden_layer=1, statistics=kept)
+        fit(DOCUMENTS, **pair, **OTHERS, target_hidden_layer=1, statistics=kept)
 
 
 @pytest.mark.parametrize("layer_idx", [-1, 2, 5])

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_documents, make_own, make_pair, save_pair
+from conftest import make_documents, make_pair, save_pair
+from small_fit import DOCUMENTS, OPTIONS, OTHERS, TEXT, error_to_itself
 from training_pair import make_args, make_trainer
 
 from hf_mot import MoTModel
@@ -12,20 +13,11 @@ from hf_mot.capture_mot import prefill
 from hf_mot.cli.inspect import describe, format_description
 from hf_mot.cli.main import main
 from hf_mot.cli.rivals import all_arms, can_refit
-from hf_mot.compat_mot import cache_argument
 from hf_mot.evaluation.settings import check_settings
 from hf_mot.fit import fit, save_fit
 from hf_mot.fit.pair import Pair
 from hf_mot.hub.card import render_card
 from hf_mot.replay_cost_mot import native_flops, resume_flops
-
-DOCUMENTS, TEXT = make_documents(24, 60), make_documents(1, 30, seed=8)[0]
-OPTIONS = {
-    "source_window": 1,
-    **{"rank": 24, "source_layers": [0, 2], "embedding_window": 2, "held_out_documents": 3},
-    **{"max_tokens": 2500, "progress": False},
-}
-WEIGHTS = [[1.0, 1.0], [1.0, 2.0], [4.0, 1.0]]
 
 
 @pytest.fixture(scope="module")
@@ -63,19 +55,7 @@ def test_outputs_end_with_what_goes_into_the_layer(pair, result):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_full_rank_fit_of_a_model_to_itself_is_native(family):
     """The embeddings tell keys and values of layer 0 and, with these, some of what goes into layer 1."""
-    pair = make_own(family)
-    options = {**OPTIONS, "rank": None, "source_layers": [0, 1, 2], "key_norms": False, "max_tokens": 4000}
-    mot = fit(make_documents(60, 60), **pair, **options, resume_layer=1).translator
-    prompt = pair["target_tokenizer"](" the captain wrote", add_special_tokens=False, return_tensors="pt")["input_ids"]
-    ids = pair["target_tokenizer"](TEXT, return_tensors="pt")["input_ids"]
-
-    def logits(cache):
-        with torch.no_grad():
-            return pair["target"](prompt, **{cache_argument(pair["target"]): cache}).logits
-
-    native, nothing = logits(prefill(pair["target"], ids)), logits(prefill(pair["target"], ids[:, :1]))
-    error = (logits(mot.handoff(TEXT, **pair).fork()) - native).norm() / (nothing - native).norm()
-    assert error < 0.3
+    assert error_to_itself(family, resume_layer=1) < 0.3
 
 
 def test_budget_counts_the_layers_that_run(pair):
@@ -90,8 +70,7 @@ def test_budget_counts_the_layers_that_run(pair):
 
 
 def test_other_options_go_with_it(pair, tmp_path):
-    options = {**OPTIONS, "source_layers": None, "num_source_layers": 2, "max_tokens": 1500}
-    options |= {"key_metric": "query", "piece_weights": WEIGHTS, "source_window": 2, "restored_layers": [0]}
+    options = {**OTHERS, "restored_layers": [0]}
     kept = tmp_path / "moments.safetensors"
     found, again = (fit(DOCUMENTS, **pair, **options, resume_layer=2, statistics=kept) for _ in range(2))
     both = (each.translator.handoff(TEXT, **pair).layers[2].values for each in (found, again))
