@@ -12,7 +12,7 @@ from evaluation_pair import make_examples, make_pair, write_examples
 from hf_mot import MoTConfig, MoTModel
 from hf_mot.cli.evaluate import add_arguments, run
 from hf_mot.cli.rivals import check_corpus
-from hf_mot.evaluation import arms, report_plot
+from hf_mot.evaluation import arms, caches, report_plot
 from hf_mot.evaluation.report import facts, plain_words, render_markdown, table
 from hf_mot.evaluation.report_page import render_page, write_report
 from hf_mot.evaluation.tasks import TASKS
@@ -186,7 +186,7 @@ def test_command_on_tasks_writes_figures_and_examples(folder, tmp_path, capsys):
 
 def test_command_runs_all_arms_and_fits_what_is_missing_once(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "squad", replace(TASKS["squad"], max_new_tokens=3))
-    monkeypatch.setattr(arms, "SUMMARY_TOKENS", 6)
+    monkeypatch.setattr(caches, "SUMMARY_TOKENS", 6)
     arguments = ["--text", folder / "text.txt", "--data", folder / "data", "--tasks", "squad", "--arms", "all"]
     arguments += [*models(folder), "--fit-text", folder / "fit.txt", "--json", tmp_path / "out.json"]
     assert run_command(folder / "alone", *arguments) == 0

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 
 from hf_mot.evaluation.answers import greedy_answers, read_on, token_losses
-from hf_mot.evaluation.arms import SUMMARY_TOKENS, find_arm
+from hf_mot.evaluation.arms import find_arm
 from hf_mot.evaluation.batch import Batch, Models
+from hf_mot.evaluation.caches import SUMMARY_TOKENS
 from hf_mot.evaluation.measure import grouped
 from hf_mot.evaluation.prompts import Question, cut_to_fit
 from hf_mot.evaluation.scoring import best_of, exact_match, normalize_answer, token_f1
