@@ -5,6 +5,8 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from .configuration_layers_mot import check_layers, check_piece_ranks
+
 FORMAT_VERSION = 1
 METHODS = ("reduced_rank", "mot", "mlp", "identity")
 ROUTINGS = ("renormalized", "switch", "straight_through", "uniform")
@@ -198,76 +200,8 @@ class MoTConfig(PreTrainedConfig):
         self.restored_layers = [int(layer_idx) for layer_idx in self.restored_layers]
         if self.target_layers is not None:
             self.target_layers = [int(layer_idx) for layer_idx in self.target_layers]
-            first = self.target_layers[0] if self.target_layers else 0
-            if not self.target_layers or self.target_layers != list(range(first, first + len(self.target_layers))):
-                raise ValueError(
-                    "`target_layers` must be contiguous layers, each once and in order, or None for all, got "
-                    f"{self.target_layers}."
-                )
-        if self.resume_layer is not None:
-            self._check_resume_layer()
-        if self.target_hidden_layer is not None:
-            self._check_target_hidden_layer()
-        if self.restored_layers:
-            self._check_restored_layers()
+        check_layers(self)
         super().__post_init__(**kwargs)
-
-    def _check_target_hidden_layer(self) -> None:
-        layer_idx = self.target_hidden_layer
-        if layer_idx < 0:
-            raise ValueError(f"`target_hidden_layer` must be a layer of the target, from 0, or None, got {layer_idx}.")
-        if self.method == "identity":
-            raise ValueError(
-                "`target_hidden_layer` is for translators: method 'identity' hands the target's own cache through, "
-                f"and reads nothing else, got {layer_idx}."
-            )
-        if self.target_layers is None or self.target_layers[0] <= layer_idx:
-            raise ValueError(
-                f"`target_layers` must lie above `target_hidden_layer` {layer_idx}: the layers up to it are the "
-                f"target's own. Name those from {layer_idx + 1} to the last, got {self.target_layers}."
-            )
-
-    def _check_resume_layer(self) -> None:
-        layer_idx = self.resume_layer
-        if layer_idx < 1:
-            raise ValueError(f"`resume_layer` must be a layer of the target, from 1, or None, got {layer_idx}.")
-        if self.method == "identity":
-            raise ValueError(
-                "`resume_layer` is for translators: method 'identity' hands the target's own states through by every "
-                f"plan, got {layer_idx}. Leave it out."
-            )
-        if self.target_hidden_layer is not None:
-            raise ValueError(
-                "`resume_layer` and `target_hidden_layer` exclude each other: the target runs above what is "
-                f"translated, or below it, got {layer_idx} and {self.target_hidden_layer}. Set one of them."
-            )
-        if self.target_layers != list(range(layer_idx)):
-            raise ValueError(
-                f"`target_layers` must be all layers below `resume_layer` {layer_idx}, 0 to {layer_idx - 1}, got "
-                f"{self.target_layers}."
-            )
-
-    def _check_restored_layers(self) -> None:
-        layers = self.restored_layers
-        if self.method == "identity":
-            raise ValueError(
-                "`restored_layers` is for translators: method 'identity' hands keys and values through, got "
-                f"{layers}. Leave it out."
-            )
-        if layers != sorted(set(layers)):
-            raise ValueError(f"`restored_layers` must name each layer once and in order, got {layers}.")
-        left_out = [] if self.target_layers is None else sorted(set(layers) - set(self.target_layers))
-        if left_out:
-            raise ValueError(
-                f"`restored_layers` must be among `target_layers` {self.target_layers}, which are translated, got "
-                f"{left_out} beside them."
-            )
-        normed = sorted(set(layers) & set(self.key_norms))
-        if normed:
-            raise ValueError(
-                f"`key_norms` and `restored_layers` both name {normed}, but keys that the target makes itself have "
-                "their length already. Name these layers in one of them."
-            )
 
     def _check_method(self) -> None:
         for name, allowed in (
@@ -321,7 +255,7 @@ class MoTConfig(PreTrainedConfig):
             self._check_linear_map("predicts_error")
         if self.piece_ranks is not None:
             self._check_linear_map("piece_ranks")
-            self._check_piece_ranks()
+            check_piece_ranks(self)
 
     def _check_linear_map(self, name: str) -> None:
         beside = self.method in ("mot", "mlp") and (self.linear_path or self.trunk)
@@ -329,18 +263,6 @@ class MoTConfig(PreTrainedConfig):
             raise ValueError(
                 f"`{name}` needs a linear map of low rank: `method` 'reduced_rank', `linear_path` or `trunk`, and "
                 f"a `rank`, got {self.method!r} and {self.rank}. Set these, or leave it out."
-            )
-
-    def _check_piece_ranks(self) -> None:
-        first = self.target_layers[0] if self.target_layers else 0
-        if any(
-            len(ranks) != (1 if layer_idx in (*self.restored_layers, self.resume_layer) else 2)
-            or not all(1 <= rank <= self.rank for rank in ranks)
-            for layer_idx, ranks in enumerate(self.piece_ranks, first)
-        ):
-            raise ValueError(
-                "`piece_ranks` must be [keys, values] for each target layer, [state] for one of `restored_layers` and "
-                f"for a `resume_layer`, from 1 to `rank` {self.rank}, got {self.piece_ranks}."
             )
 
 
