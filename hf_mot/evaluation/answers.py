@@ -18,8 +18,9 @@ from hf_mot.compat_mot import cache_argument, run_decoder
 from hf_mot.generation_mot import attach
 from hf_mot.layers_mot import input_device
 
-# Rows of logits that are normalised at a time: with 262k tokens in the vocabulary one row in fp32 takes 1 MB.
-LOGIT_ROWS = 32
+# Rows of logits that are normalised at a time: with 262k tokens in the vocabulary one row in fp32 takes 1 MB. glibc
+# gets a block above 32 MB from the system anew each time, which takes as long as normalising it.
+LOGIT_ROWS = 16
 
 
 def wrap(cache, mask: torch.Tensor, sliding: bool) -> TranslatedCache:
