@@ -5,6 +5,8 @@ tokens: so no pad ever stands between two tokens, which a sliding window would c
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.nn import functional as F
@@ -16,8 +18,9 @@ from hf_mot.compat_mot import cache_argument, run_decoder
 from hf_mot.generation_mot import attach
 from hf_mot.layers_mot import input_device
 
-# Rows of logits that are normalised at a time: with 262k tokens in the vocabulary one row in fp32 takes 1 MB.
-LOGIT_ROWS = 32
+# Rows of logits that are normalised at a time: with 262k tokens in the vocabulary one row in fp32 takes 1 MB. glibc
+# gets a block above 32 MB from the system anew each time, which takes as long as normalising it.
+LOGIT_ROWS = 16
 
 
 def wrap(cache, mask: torch.Tensor, sliding: bool) -> TranslatedCache:
@@ -82,9 +85,27 @@ def token_losses(model: PreTrainedModel, cache: TranslatedCache, rows: list[list
     Returns:
         `list[torch.Tensor]`: Per row its `len - 1` losses in nats, in fp32, on the CPU.
     """
-    logits, ids = prompt_logits(model, cache, rows)
-    losses = cross_entropy(logits, ids[:, 1:])
-    return [row_losses[: len(row) - 1] for row, row_losses in zip(rows, losses, strict=True)]
+    lengths = [len(row) - 1 for row in rows]
+    scored = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # [batch, longest - 1]
+    with head_at(model, scored):
+        logits, ids = prompt_logits(model, cache, rows)
+    labels = ids[:, 1:][scored.to(ids.device)]
+    return list(cross_entropy(logits, labels[None])[0].split(lengths))
+
+
+@contextmanager
+def head_at(model: PreTrainedModel, places: torch.Tensor) -> Iterator[None]:
+    """Within it the LM head runs at some places alone, a mask `[batch, seq]`, and logits are `[1, places, vocab]`:
+    those of pads are dear with a large vocabulary."""
+
+    def choose(head, args):
+        return args[0][places.to(args[0].device)][None], *args[1:]
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(choose)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
