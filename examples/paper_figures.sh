@@ -1,15 +1,15 @@
 #!/bin/sh
-# The paper's choices, SmolLM2-135M-Instruct -> Gemma-3-270m: its figures 22 (how channels are mapped), 23 (how many there
-# are), 24 (layers with full attention), 30 (Top-S by length of the context) and Table 7 (translators, and how many a token),
-# in kind: by short trainings of its literal form, STEPS x 4 sequences of 128 tokens, of which 64 are context.
+# The paper's choices, SmolLM2-135M-Instruct -> Gemma-3-270m: its figures 22 (how channels are mapped), 23 (how many),
+# 24 (layers with full attention), 30 (Top-S by length of the context) and Table 7 (translators, and how many a token), in
+# kind: by short trainings of its literal form, STEPS x 4 sequences of 128 tokens, of which 64 are context.
 #
 #     sh examples/paper_figures.sh DATA OUT
 #     python examples/paper_figures_report.py OUT --json model_cards/results/paper_figures.json \
 #         --markdown model_cards/paper_figures.md
 #
 # DATA holds text/train and text/valid. What is there is skipped, a training goes on from its last checkpoint.
-# PARTS="mapping grid" chooses among mapping (22 and 23), grid (Table 7), layers (24) and sparse (30), which can run side by
-# side once depth_ratio-0.3 is trained: the last two are plans of that translator. Terminal channels lie at the end of the
+# PARTS="mapping grid" chooses among mapping (22, 23), grid (Table 7), layers (24) and sparse (30), which can run side by
+# side once depth_ratio-0.3 is there: the last two are plans of that translator. Terminal channels lie at the end of the
 # target and are paired from the end; the others lie in the middle.
 set -eu
 DATA=$1 OUT=$2
@@ -39,7 +39,7 @@ measure() { # TRANSLATOR NAME CONTEXT LIMIT ARMS [OPTIONS...]; the windows of 25
     ! complete "$name" || return 0
     native=$OUT/native-$context-$limit.jsonl
     [ ! -f "$native" ] || set -- "$@" --reuse "$native"
-    hf-mot evaluate "$dir" --text $VALID --context "$context" --limit "$limit" --arms "$arms" --batch-size 4 --seed 0 \
+    hf-mot evaluate "$dir" $PAIR --text $VALID --context "$context" --limit "$limit" --arms "$arms" --batch-size 4 --seed 0 \
         --json "$OUT/$name.json" "$@"
     [ -f "$native" ] || cp "$OUT/$name.examples.jsonl" "$native"
 }

@@ -58,7 +58,7 @@ measure() { # DIR RESULT [OPTIONS...]; what the target does without a translator
     dir=$1 result=$2
     shift 2
     [ ! -f "$OUT/native.jsonl" ] || set -- "$@" --reuse "$OUT/native.jsonl"
-    hf-mot evaluate "$dir" --text $VALID --limit "$LIMIT" --context "$CONTEXT" --arms $ARMS --batch-size 8 --seed 0 \
+    hf-mot evaluate "$dir" $PAIR --text $VALID --limit "$LIMIT" --context "$CONTEXT" --arms $ARMS --batch-size 8 --seed 0 \
         --json "$result.json" "$@"
     [ -f "$OUT/native.jsonl" ] || cp "$result.examples.jsonl" "$OUT/native.jsonl"
 }

@@ -53,7 +53,7 @@ def gather(folder: Path) -> list[dict[str, Any]]:
         result = json.loads(path.read_text(encoding="utf-8"))
         run: dict[str, Any] = {"start": int(path.parent.name.removeprefix("start-")), "name": name, "seed": int(seed)}
         base = json.loads((path.parent / "mot-0.json").read_text()) if (path.parent / "mot-0.json").exists() else None
-        if base is not None and base["documents"] != result["documents"]:
+        if base is not None and base["documents"] != result["documents"] and "recovery" in result:
             run["over_mot"] = gain(base["documents"], result["documents"])
         made = path.with_suffix("")
         made = made if made.is_dir() else folder / name
@@ -130,7 +130,12 @@ def page(runs: list[dict[str, Any]]) -> str:
                 [NAMES[name], *(format_number(v, 2) for v in own["by_layer"][key])] for name, own in cosines.items()
             ]
             lines += [*render_table(head, rows), ""]
-    return "\n".join(lines)
+    for run in runs:
+        lines.append(
+            f"- {run['name']}-{run['seed']}, window from {run['start']}: `{run['result'].get('command', '')}`"
+        )
+    versions = runs[0]["result"]["versions"]
+    return "\n".join([*lines, "", ", ".join(f"{name} {version}" for name, version in versions.items()), ""])
 
 
 def main() -> None:
