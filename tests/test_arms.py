@@ -97,12 +97,23 @@ def test_all_arms_of_documents_run_and_batch_size_changes_nothing(pair):
 def test_similarity_is_one_for_native_states_alone(pair):
     batch = Batch(models_of(pair), windows_of(pair, make_documents(2)))
     for own in cache_similarity(batch.models, ARMS["identity"].cache(batch), batch.native_cache):
-        assert own == pytest.approx({"keys": 1, "values": 1}, abs=1e-5)
+        assert own["keys"] == own["values"] == pytest.approx([1] * len(own["keys"]), abs=1e-5)
     report = evaluate(documents=make_documents(3), arms=["native", "translated", "zero_cache"], **pair)
     assert report["similarity"]["zero_cache"]["keys"] == report["similarity"]["zero_cache"]["values"] == 0
     assert abs(report["similarity"]["translated"]["values"]) < 0.5
     exact = evaluate(documents=make_documents(3), arms=["no_context", "native", "identity"], **pair)
     assert "similarity" not in exact
+
+
+def test_similarity_of_each_layer_from_the_lowest_translated_one(pair):
+    depth = len(pair["translator"].target_geometry.layers)
+    options = {**pair, "documents": make_documents(3), "arms": ["native", "translated"], "replay": "full:1-1"}
+    own = evaluate(**options)["similarity"]["translated"]
+    assert own["first_layer"] == 1
+    for name, layers in own["by_layer"].items():
+        assert len(layers) == depth - 1 and sum(layers) / len(layers) == pytest.approx(own[name], abs=1e-6)
+    whole = evaluate(**{**options, "replay": "full"})["similarity"]["translated"]["by_layer"]
+    assert own["by_layer"]["values"][0] == pytest.approx(whole["values"][1], abs=1e-5)  # translated alike
 
 
 def test_long_contexts_give_several_windows_of_a_document_and_clusters(pair, monkeypatch):

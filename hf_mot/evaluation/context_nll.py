@@ -15,6 +15,7 @@ from hf_mot.evaluation.similarity import (
     attention_outputs,
     attention_similarity,
     cache_similarity,
+    first_layer,
 )
 from hf_mot.evaluation.store import ResultStore
 from hf_mot.evaluation.windows import CONTINUATION_TOKENS, Windows
@@ -68,7 +69,9 @@ def measure_documents(
             for result, own, cosine in zip(
                 results, cache_similarity(models, cache, batch.native_cache), cosines, strict=True
             ):
-                result |= {**own, "attention": cosine}
+                by_layer = {**own, "attention": cosine}
+                result |= {name: sum(layers) / len(layers) for name, layers in by_layer.items()}
+                result["by_layer"] = by_layer
         return results
 
     failed = measure(CONTEXT_NLL, windows, arms, models, score, store, batch_size=batch_size, progress=progress)
@@ -94,6 +97,11 @@ def measure_documents(
         for arm, rows in results.items()
         if all(COSINES[0] in rows[window.id] for window in windows)
     }
+    for arm, own in similar.items():
+        found = [results[arm][window.id].get("by_layer") for window in windows]
+        if None not in found:  # rows of an earlier release have means alone
+            own["by_layer"] = {key: torch.tensor([row[key] for row in found]).mean(dim=0).tolist() for key in COSINES}
+            own["first_layer"] = first_layer(models)
     figures |= {"similarity": similar} if similar else {}
     figures["documents"] = [
         {"document": window.document, **{arm: column[row].item() for arm, column in nll.items()}}

@@ -19,17 +19,16 @@ def first_layer(models: Models) -> int:
     return min(lowest, len(models.translator.target_geometry.layers) - 1)
 
 
-def cache_similarity(models: Models, cache: TranslatedCache, native: TranslatedCache) -> list[dict[str, float]]:
+def cache_similarity(models: Models, cache: TranslatedCache, native: TranslatedCache) -> list[dict[str, list[float]]]:
     """
-    Cosines of the keys, and of the values, of each context's tokens behind the prefix, averaged over tokens, heads and
-    layers.
+    Cosines of the keys, and of the values, of each context's tokens behind the prefix, averaged over tokens and heads.
 
     Args:
         models (`Models`): The pair, prefix and replay plan.
         cache, native (`TranslatedCache`): What is judged, and what the target makes itself.
 
     Returns:
-        `list[dict]`: Per context its `keys` and `values`.
+        `list[dict]`: Per context its `keys` and `values`, a figure for each layer from [`first_layer`] up.
     """
     first, mask = first_layer(models), native.prefix_mask
     kept = (mask.cumsum(-1) > len(models.prefix_ids)) & mask.bool()  # [batch, seq]
@@ -40,7 +39,7 @@ def cache_similarity(models: Models, cache: TranslatedCache, native: TranslatedC
             cosine = torch.cosine_similarity(getattr(own, name).float(), getattr(right, name).float(), dim=-1)
             weight = kept.to(cosine.device)
             layers.append(((cosine.mean(dim=1) * weight).sum(dim=1) / weight.sum(dim=1)).cpu())
-        found[name] = torch.stack(layers).mean(dim=0).tolist()
+        found[name] = torch.stack(layers, dim=1).tolist()
     return [dict(zip(found, pair, strict=True)) for pair in zip(*found.values(), strict=True)]
 
 
@@ -66,11 +65,14 @@ def attention_outputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
             hook.remove()
 
 
-def attention_similarity(models: Models, own: Sequence[torch.Tensor], native: Sequence[torch.Tensor]) -> list[float]:
-    """Cosine of attention outputs over the same tokens, averaged over tokens and layers, per context."""
+def attention_similarity(
+    models: Models, own: Sequence[torch.Tensor], native: Sequence[torch.Tensor]
+) -> list[list[float]]:
+    """Cosine of attention outputs over the same tokens, averaged over tokens: per context a figure for each layer from
+    [`first_layer`] up."""
     first = first_layer(models)
     layers = [
         torch.cosine_similarity(left.float(), right.float(), dim=-1).mean(dim=1).cpu()
         for left, right in zip(own[first:], native[first:], strict=True)
     ]
-    return torch.stack(layers).mean(dim=0).tolist()
+    return torch.stack(layers, dim=1).tolist()

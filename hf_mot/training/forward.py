@@ -37,7 +37,9 @@ class Prompt:
 
     def scored(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows `[batch, prompt - 1, …]` of what is scored alone: `[scored tokens, …]`."""
-        return rows[self.mask[:, 1:].bool().to(rows.device)]
+        scored = self.mask[:, 1:].bool()
+        # Logits over a large vocabulary are not copied, there and back, where no pad stands among them.
+        return rows.flatten(0, 1) if bool(scored.all()) else rows[scored.to(rows.device)]
 
     def logits(self, target: PreTrainedModel, cache: TranslatedCache) -> torch.Tensor:
         """The target's logits after a context, `[scored tokens, vocab]`. Gradients flow to the cache."""

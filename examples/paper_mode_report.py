@@ -1,0 +1,153 @@
+"""
+Gathers the results of paper_mode.sh into one file, and makes a page of that file.
+
+    python examples/paper_mode_report.py [OUT] --json FILE --markdown FILE
+
+Without OUT the page is made of the file that is there.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_mot.evaluation.describe import format_interval, format_number
+from hf_mot.evaluation.metrics import ratio_of_means
+from hf_mot.evaluation.report import render_table
+from hf_mot.training.report import last_logged
+
+NAMES = {
+    "mot": "MoT, the paper's form",
+    "single": "single backbone",
+    "uniform": "MoT-Uni",
+    "moe": "MoE",
+    "mlp": "MLP on each token",
+    "closed": "closed form",
+    "routing": "MoT, straight-through router",
+    "activation": "MoT, no GELU at the output",
+    "position": "MoT, keys without positions",
+    "embedding": "MoT, reads 5 target embeddings",
+    "best": "MoT, all four and a linear path",
+}
+ROUTER = ("router_cv2", "router_entropy")
+HEAD = """# The paper's mode
+
+Mixture-of-Translators in the paper's literal form, by plan `full`: the target reads the context itself, and translated
+keys and values take the place of its own in a window of its layers. No prefill is saved; the figures say what
+translation of the window loses. One seed: its 95 % interval over documents; several: their mean and range. *Over MoT*
+is the recovery beyond that of MoT with seed 0, paired by document. *Source value* is against one control a window: MoT
+without source that reads the target's token embeddings, trained alike; that of the closed form and of the last row is
+against their own. Cosines are means over the layers of the window and those above it. The closed form is fitted for
+all layers, of which the window's are used: its parameters are those of all. Router figures are of the last steps of
+training (ln 2 = 0.69: both translators alike). Made by [examples/paper_mode.sh](../examples/paper_mode.sh).
+"""
+
+
+def gather(folder: Path) -> list[dict[str, Any]]:
+    """The runs: result without the figures of each document, steps and router of the training, gain over MoT."""
+    runs = []
+    for path in sorted(folder.glob("start-*/*-[0-9].json")):
+        name, seed = path.stem.rsplit("-", 1)
+        result = json.loads(path.read_text(encoding="utf-8"))
+        run: dict[str, Any] = {"start": int(path.parent.name.removeprefix("start-")), "name": name, "seed": int(seed)}
+        base = json.loads((path.parent / "mot-0.json").read_text()) if (path.parent / "mot-0.json").exists() else None
+        if base is not None and base["documents"] != result["documents"] and "recovery" in result:
+            run["over_mot"] = gain(base["documents"], result["documents"])
+        made = path.with_suffix("")
+        made = made if made.is_dir() else folder / name
+        report = json.loads((made / "fit_report.json").read_text(encoding="utf-8"))
+        run["made_by"] = report.get("training", report)
+        if (made / "trainer_state.json").exists():
+            history = json.loads((made / "trainer_state.json").read_text())["log_history"]
+            run["router"] = {key: last_logged(history, key, None) for key in ROUTER}
+        runs.append({**run, "result": {key: value for key, value in result.items() if key != "documents"}})
+    return runs
+
+
+def gain(base: list[dict[str, float]], own: list[dict[str, float]]) -> dict[str, float]:
+    """The recovery beyond that of another run, with its paired interval."""
+    nll = {arm: torch.tensor([row[arm] for row in own], dtype=torch.float64) for arm in own[0]}
+    other = torch.tensor([row["translated"] for row in base], dtype=torch.float64)
+    clusters = [row["document"] for row in own]
+    return ratio_of_means(other - nll["translated"], nll["no_context"] - nll["native"], clusters=clusters)
+
+
+def over_seeds(runs: list[dict[str, Any]], metric: str) -> str:
+    """Value and interval of one seed; mean and range of several."""
+    figures = [run["result"].get(metric) for run in runs]
+    if None in figures:
+        return ""
+    if len(figures) == 1:
+        return format_interval(figures[0])
+    values = [figure["value"] for figure in figures]
+    return f"{sum(values) / len(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def row(name: str, runs: list[dict[str, Any]]) -> list[str]:
+    first = runs[0]
+    result, cosines = first["result"], first["result"]["similarity"]["translated"]
+    router = first.get("router", {})
+    return [
+        NAMES[name],
+        str(len(runs)),
+        over_seeds(runs, "recovery"),
+        format_interval(first.get("over_mot")),
+        over_seeds(runs, "source_value"),
+        over_seeds(runs, "content_recovery"),
+        *(format_number(cosines[key], 3) for key in ("keys", "values", "attention")),
+        *(format_number(router.get(key), 2) for key in ROUTER),
+        f"{result['translator']['bytes'] // 4:,}",
+        format_number(result.get("cost", {}).get("time_ratio"), 2),
+    ]
+
+
+COLUMNS = ["translator", "seeds", "recovery", "over MoT", "source value", "content recovery", "cos K", "cos V"]
+COLUMNS += ["cos attention", "router CV²", "router entropy", "parameters", "handoff / prefill"]
+
+
+def page(runs: list[dict[str, Any]]) -> str:
+    lines = [HEAD]
+    for start in sorted({run["start"] for run in runs}):
+        there = [run for run in runs if run["start"] == start]
+        named = {name: [run for run in there if run["name"] == name] for name in NAMES}
+        named = {name: sorted(own, key=lambda run: run["seed"]) for name, own in named.items() if own}
+        result, made_by = there[0]["result"], there[0]["made_by"]
+        trained = [run["made_by"] for run in there if "steps" in run["made_by"]]
+        made_by = trained[0] if trained else made_by
+        window = result["replay"].removeprefix("full:").partition("+")[0]
+        lines += [f"## Window {window}", ""]
+        text = f"{result['n']} windows of {result['context_length']} tokens of context, {result['dtype']}; "
+        lines += [text + f"trained on {made_by['tokens']:,} tokens of text.", ""]
+        lines += [*render_table(COLUMNS, [row(name, own) for name, own in named.items()]), ""]
+        for key, title in (("keys", "Keys"), ("values", "Values"), ("attention", "Attention outputs")):
+            cosines = {name: own[0]["result"]["similarity"]["translated"] for name, own in named.items()}
+            first = next(iter(cosines.values()))["first_layer"]
+            depth = len(next(iter(cosines.values()))["by_layer"][key])
+            head = [f"{title}, cosine by layer", *(str(first + place) for place in range(depth))]
+            rows = [
+                [NAMES[name], *(format_number(v, 2) for v in own["by_layer"][key])] for name, own in cosines.items()
+            ]
+            lines += [*render_table(head, rows), ""]
+    for run in runs:
+        lines.append(
+            f"- {run['name']}-{run['seed']}, window from {run['start']}: `{run['result'].get('command', '')}`"
+        )
+    versions = runs[0]["result"]["versions"]
+    return "\n".join([*lines, "", ", ".join(f"{name} {version}" for name, version in versions.items()), ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Gathers the results of paper_mode.sh, and makes a page of them.")
+    parser.add_argument("out", nargs="?", type=Path, help="folder of paper_mode.sh")
+    parser.add_argument("--json", required=True, type=Path, help="file that keeps all results")
+    parser.add_argument("--markdown", required=True, type=Path, help="the page")
+    args = parser.parse_args()
+    if args.out is not None:
+        args.json.write_text(json.dumps(gather(args.out), indent=1) + "\n", encoding="utf-8")
+    args.markdown.write_text(page(json.loads(args.json.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
