@@ -57,9 +57,30 @@ def test_half_a_line_is_taken_away(pair, scored, tmp_path):
     text = file.read_bytes()
     file.write_bytes(text[:-20])
     scored["done"].clear()
-    assert evaluate(tasks=tasks, results=file, **pair) == whole
+    # One row of a batch is scored anew, alone: processors round that differently.
+    assert_close(evaluate(tasks=tasks, results=file, **pair), whole)
     assert len(scored["done"]) == 1
-    assert sorted(file.read_bytes().splitlines()) == sorted(text.splitlines())
+    lines = [
+        sorted(map(json.loads, each.splitlines()), key=lambda line: str([line.get("arm"), line.get("id")]))
+        for each in (file.read_bytes(), text)
+    ]
+    assert len(lines[0]) == len(lines[1])
+    for found, expected in zip(*lines, strict=True):
+        assert_close(found, expected)
+
+
+def assert_close(found, expected):
+    """Equal but for the rounding of floats."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_close(found[name], value)
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for pair in zip(found, expected, strict=True):
+            assert_close(*pair)
+    else:
+        assert found == (pytest.approx(expected, rel=1e-5, abs=1e-6) if isinstance(expected, float) else expected)
 
 
 def test_an_arm_can_be_added_later(pair, scored, tmp_path):
