@@ -176,7 +176,11 @@ def test_train_on_captured_states_does_not_load_the_source(folder, command, tmp_
     assert loaded == [str(folder / "target")]
     mot = MoTModel.from_pretrained(tmp_path / "out")
     assert mot.config.source_layers == [0, 2] and mot.config.rank == 4
-    assert mot.fit_report["training"]["corpus"][0]["name"] == "8 captured examples"
+    report = mot.fit_report["training"]
+    assert report["corpus"][0]["name"] == "8 captured examples" and report["corpus"][0]["context_tokens"] > 8
+    assert not {"length", "context_length", "copy_share"} & report["settings"].keys()  # those are the capture's
+    with pytest.raises(ValueError, match="`--length` has no effect with `--states`"):
+        main([*arguments, *options, "--length", "40", "--out", str(tmp_path / "other"), "--debug"])
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,13 @@ def run(args: argparse.Namespace) -> int:
     sensitivity = None if args.sensitivity is None else read_json(args.sensitivity, "--sensitivity")
     if sensitivity is None and args.sensitivity_power is not None:
         raise ValueError("`--sensitivity-power` has no effect without `--sensitivity`. Give both, or neither.")
+    of_text = {"--length": args.length, "--context": args.context, "--copy-share": args.copy_share}
+    given = [name for name, value in of_text.items() if value is not None]
+    if args.states is not None and args.eval_text is None and given:
+        raise ValueError(
+            f"`{given[0]}` has no effect with `--states`: captured examples have lengths and prompts of their own. "
+            "Leave it out, or give it to hf-mot capture."
+        )
     if args.twin:
         twin = twin_arguments(args)
         run(twin)
@@ -142,7 +149,11 @@ def run(args: argparse.Namespace) -> int:
         corpus = [describe_file(path) for path in args.text]
     else:
         examples = StatesDataset(args.states, model.config)
-        corpus = [{"name": f"{len(examples)} captured examples", "digest": states.index["digest"]}]
+        tokens = {
+            f"{part}_tokens": sum(shard[f"{part}_tokens"] for shard in states.index["shards"])
+            for part in ("context", "prompt")
+        }
+        corpus = [{"name": f"{len(examples)} captured examples", "digest": states.index["digest"], **tokens}]
     eval_examples = None
     if held_out is not None:
         limits = {"passes": 1, "limit": training.eval_limit}

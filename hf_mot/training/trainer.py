@@ -253,7 +253,8 @@ class MoTTrainer(Trainer):
         """The translator's fit report, with how it was trained: settings, steps, tokens, losses, seconds, versions."""
         report = dict(self.translator.fit_report or {})
         report.pop("evaluation", None)  # of the translator that the training started from
-        training = training_report(self.args, self.state, str(self.comparison.plan))
+        captured = self.comparison.captured_layers is not None
+        training = training_report(self.args, self.state, str(self.comparison.plan), captured)
         if self.comparison.layer_weights is not None:
             training["settings"]["layer_weights"] = list(self.comparison.layer_weights)
         return {**report, "training": {**training, **self.facts}}
