@@ -264,6 +264,27 @@ def test_overhead_is_measured(folder, tmp_path, monkeypatch, capsys):
     assert "from captured states a step takes" in capsys.readouterr().out
 
 
+def test_learning_curve_judges_a_run_on_held_out_states(folder, command, tmp_path, monkeypatch, capsys):
+    pair = [*command[1:5], "--lines", "--length", "60", "--context", "20", "30", "--source-layers", "0", "2"]
+    pair += ["--top-logits", "hidden", "--copy-share", "0.5"]
+    for name, file in (("states", "train.txt"), ("held_out", "valid.txt")):
+        text = ["--text", str(folder / file), "--out", str(tmp_path / name)]
+        assert main(["capture", *pair, *text]) == 0
+    start, stop = command.index("--text"), command.index("--init")
+    run = [*command[:start], *command[stop:], "--states", str(tmp_path / "states"), "--losses", "distill=1"]
+    assert main([*run, "--save-steps", "1", "--out", str(tmp_path / "out")]) == 0
+    judged = [folder / "fitted", *sorted((tmp_path / "out" / "checkpoints").iterdir()), tmp_path / "out"]
+    argv = ["learning_curve.py", tmp_path / "held_out", *judged, "--target", folder / "target", "--short", 24]
+    argv += ["--json", tmp_path / "curve.json", "--plot", tmp_path / "curve.png"]
+    monkeypatch.setattr(sys, "argv", list(map(str, argv)))
+    runpy.run_path(str(EXAMPLES / "learning_curve.py"), run_name="__main__")
+    report = json.loads((tmp_path / "curve.json").read_text())
+    assert [point["steps"] for point in report["points"]] == [0, 1, 2, 2]
+    assert report["points"][2]["kl"] == report["points"][3]["kl"] != report["points"][0]["kl"]
+    assert {kind.split(",")[0] for kind in report["examples"]} == {"copy", "continuation"}
+    assert [entry["step"] for entry in report["training"]] and (tmp_path / "curve.png").stat().st_size > 1000
+
+
 @pytest.fixture
 def search(command, folder):
     """A search over the windows of one layer; `--out` is left to the test."""
