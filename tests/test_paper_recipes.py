@@ -1,4 +1,4 @@
-"""paper_mode.sh and paper_figures.sh: their commands are real and run once; their pages hold what was measured."""
+"""Recipes of many commands, such as paper_mode.sh: these are real and run once; the pages hold what was measured."""
 
 import json
 import os
@@ -23,15 +23,16 @@ STAND_IN = f"""#!{sys.executable}
 import json, os, pathlib, sys
 with open(os.environ["COMMANDS"], "a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
-given = {{name: value for name, value in zip(sys.argv, sys.argv[1:]) if name in ("--out", "--json", "--max-steps")}}
+names = ("--out", "--json", "--report", "--max-steps")
+given = {{name: value for name, value in zip(sys.argv, sys.argv[1:]) if name in names}}
 if "--json" in given:
     pathlib.Path(given["--json"]).write_text("{{}}")
     pathlib.Path(given["--json"]).with_suffix(".examples.jsonl").write_text("")
-else:
+elif "--report" not in given:
     out = pathlib.Path(given["--out"])
-    (out / f"checkpoints/checkpoint-{{given.get('--max-steps')}}").mkdir(parents=True)
+    (out / f"checkpoints/checkpoint-{{given.get('--max-steps')}}").mkdir(parents=True, exist_ok=True)
     (out / f"checkpoints/checkpoint-{{given.get('--max-steps')}}/trainer_state.json").write_text("{{}}")
-    (out / "config.json").write_text('{{"target_layers": [0, 1]}}')
+    (out / "config.json").write_text('{{"target_layers": [0, 1], "source_layers": [0, 2]}}')
     (out / "report.json").write_text('{{"best": {{"start": 2}}}}')
 """
 
@@ -39,7 +40,7 @@ else:
 @pytest.fixture
 def script(tmp_path):
     """Runs a script with a stand-in for hf-mot; what the real parser makes of its commands, by their output."""
-    for name in ("train/a.txt", "train/b.txt", "valid/c.txt"):
+    for name in ("train/a.txt.gz", "train/b.txt.gz", "valid/c.txt.gz"):
         (tmp_path / "data" / "text" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / "text" / name).write_text("text")
     (tmp_path / "bin").mkdir()
@@ -74,7 +75,7 @@ def test_paper_mode_trains_each_form_once_on_the_same_budget(script, contracts, 
     commands = script("paper_mode.sh", WIDTH="8")
     search = commands.pop(0)
     assert search.command == "search-channels" and search.max_steps == 30
-    assert not {*search.text, *search.eval_text} & {str(tmp_path / "data" / "text" / "valid" / "c.txt")}
+    assert not {*search.text, *search.eval_text} & {str(tmp_path / "data" / "text" / "valid" / "c.txt.gz")}
     trained = {Path(args.out).relative_to(tmp_path / "out").as_posix(): args for args in commands if "config" in args}
     assert len(trained) == 15 + 3 and {"start-0/mot-2", "start-2/mot-0", "start-2/control"} <= trained.keys()
     for name, args in trained.items():
@@ -101,6 +102,22 @@ def test_paper_mode_trains_each_form_once_on_the_same_budget(script, contracts, 
     assert [args.tokens for args in commands if args.command == "fit"] == [200 * 4 * 128]
     assert not list((tmp_path / "out").rglob("checkpoint-200"))
     assert script("paper_mode.sh", WIDTH="8") == []
+
+
+def test_skip_prefill_trains_on_what_the_fit_reads(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    fitted, captured, trained, *measured = script("skip_prefill.sh")
+    assert fitted.flops_share == 0.125 and captured.source_layers == [0, 2]
+    assert trained.init == fitted.out and trained.states == captured.out and trained.twin
+    training = training_arguments(trained)
+    assert (training.max_steps, training.losses, training.train_only) == (320, {"distill": 1}, "gain|bias|up")
+    assert [args.context for args in measured] == [256, 256, 1024, 4096]
+    assert {args.translator for args in measured} == {trained.out}
+    assert "no_source" in measured[0].arms and not {*captured.text, *fitted.text} & {*measured[1].text}
+    back = script("skip_prefill.sh", SOURCE="demo/gemma-3-270m", TARGET="demo/smollm2-135m-instruct")
+    assert {(args.source, args.target) for args in back if "source" in args and args.source} == {
+        ("demo/gemma-3-270m", "demo/smollm2-135m-instruct")
+    }
 
 
 def test_paper_mode_takes_a_window_and_a_choice_of_runs(script):
