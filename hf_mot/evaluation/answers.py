@@ -89,6 +89,8 @@ def token_losses(model: PreTrainedModel, cache: TranslatedCache, rows: list[list
     scored = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # [batch, longest - 1]
     with head_at(model, scored):
         logits, ids = prompt_logits(model, cache, rows)
+    if logits.shape[:2] == scored.shape:  # a head that was not heard: compiled before, or none by name
+        logits = logits[scored.to(logits.device)][None]
     labels = ids[:, 1:][scored.to(ids.device)]
     return list(cross_entropy(logits, labels[None])[0].split(lengths))
 
@@ -96,12 +98,16 @@ def token_losses(model: PreTrainedModel, cache: TranslatedCache, rows: list[list
 @contextmanager
 def head_at(model: PreTrainedModel, places: torch.Tensor) -> Iterator[None]:
     """Within it the LM head runs at some places alone, a mask `[batch, seq]`, and logits are `[1, places, vocab]`:
-    those of pads are dear with a large vocabulary."""
+    those of pads are dear with a large vocabulary. A model that shows no head, or was compiled before, gives all."""
+    head = model.get_output_embeddings()
+    if head is None:
+        yield
+        return
 
     def choose(head, args):
         return args[0][places.to(args[0].device)][None], *args[1:]
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(choose)
+    hook = head.register_forward_pre_hook(choose)
     try:
         yield
     finally:
