@@ -253,7 +253,7 @@ class MoTTrainer(Trainer):
         """The translator's fit report, with how it was trained: settings, steps, tokens, losses, seconds, versions."""
         report = dict(self.translator.fit_report or {})
         report.pop("evaluation", None)  # of the translator that the training started from
-        captured = self.comparison.captured_layers is not None
+        captured = isinstance(self.train_dataset, StatesDataset)
         training = training_report(self.args, self.state, str(self.comparison.plan), captured)
         if self.comparison.layer_weights is not None:
             training["settings"]["layer_weights"] = list(self.comparison.layer_weights)
