@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import AutoModel, PreTrainedModel
 
+from hf_mot.cache_mot import TranslatedCache
 from hf_mot.capture_mot import prefill
 from hf_mot.data.states import StatesDataset, collate, translation_inputs
 from hf_mot.evaluation.answers import wrap
@@ -82,7 +83,9 @@ def _native(target: PreTrainedModel, example: dict[str, Any], prefix_length: int
     prompt = Prompt(batch["prompt_ids"], batch["prompt_mask"])
     head = target.get_output_embeddings()
     prefix = batch["target_ids"][:, :prefix_length]
-    cache = wrap(prefill(target, prefix), torch.ones_like(prefix), True)
+    cache = TranslatedCache([], [], torch.ones_like(prefix))
+    if prefix_length:
+        cache = wrap(prefill(target, prefix), torch.ones_like(prefix), True)
     hidden = prompt.scored(batch["native_hidden"]).to(head.weight)
     nll = F.cross_entropy(head(hidden).float(), prompt.labels).item()
     return {

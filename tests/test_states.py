@@ -9,6 +9,7 @@ import torch
 from conftest import make_documents, make_model, make_pair, make_tokenizer, make_translator, save_pair
 from families import build
 from torch.utils.data import DataLoader
+from training_pair import make_args, make_trainer
 
 from hf_mot.capture_mot import prefill, source_states, split_layers
 from hf_mot.cli.main import main
@@ -399,3 +400,12 @@ def test_command_captures_goes_on_and_reports(tmp_path, pair, capsys):
     command[command.index("2")] = "7"
     assert main(command) == 1
     assert "`--source-layers` must lie in 0..2, got [0, 7]" in capsys.readouterr().err
+
+
+def test_training_on_text_tells_its_lengths_though_it_is_evaluated_on_states(pair, captured, mot, tmp_path):
+    args = make_args(tmp_path, losses="cc")
+    settings = [
+        make_trainer(pair, args, eval_dataset=StatesDataset(captured, mot.config), **change).report()["training"]
+        for change in ({}, {"train_dataset": StatesDataset(captured, mot.config)})
+    ]
+    assert settings[0]["settings"]["length"] == args.length and "length" not in settings[1]["settings"]

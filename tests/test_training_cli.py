@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_mot import MoTModel
 from hf_mot.cli.main import main
+from hf_mot.data.states import StatesDataset
 from hf_mot.fit import fit, loss_weights, save_fit
 from hf_mot.training import MoTTrainer
 from hf_mot.training.start import continue_from, new_translator, pair_contracts
@@ -292,6 +293,12 @@ def test_learning_curve_judges_a_run_on_held_out_states(folder, command, tmp_pat
     argv += ["--json", tmp_path / "curve.json", "--plot", tmp_path / "curve.png"]
     monkeypatch.setattr(sys, "argv", list(map(str, argv)))
     runpy.run_path(str(EXAMPLES / "learning_curve.py"), run_name="__main__")
+    own = runpy.run_path(str(EXAMPLES / "learning_curve.py"))["_native"]
+    target = AutoModelForCausalLM.from_pretrained(folder / "target").eval()
+    example = StatesDataset(tmp_path / "held_out")[0]
+    logits = target(example["prompt_ids"][None].long()).logits[0, :-1]
+    expected = torch.nn.functional.cross_entropy(logits, example["prompt_ids"][1:].long()).item()
+    assert own(target, example, 0)["no_context"] == pytest.approx(expected, rel=1e-4)  # a target without prefix
     report = json.loads((tmp_path / "curve.json").read_text())
     assert [point["steps"] for point in report["points"]] == [0, 1, 2, 2]
     assert report["points"][2]["kl"] == report["points"][3]["kl"] != report["points"][0]["kl"]
