@@ -430,3 +430,18 @@ def test_quickstart_shows_three_answers(folder, monkeypatch, capsys):
     printed = capsys.readouterr().out
     answers = [line.split(":", 1)[1] for line in printed.splitlines() if re.match("on the|reading|without", line)]
     assert len(set(answers)) == 3
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["evaluate", "mot", "--text", "text.txt", "--report"],
+        ["capture", "--source", "a", "--target", "b", "--text", "text.txt", "--source-layers", "0", "--out"],
+    ],
+)
+def test_folder_that_would_lie_in_a_file_is_refused_before_any_work(argv, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text")
+    for folder in ("text.txt", "text.txt/a/b"):
+        assert main([*argv, folder]) == 1
+        assert f"`{argv[-1]}` must name a folder, got {folder}, and" in capsys.readouterr().err

@@ -57,6 +57,16 @@ def check_output_file(path: str | None, argument: str) -> None:
         raise ValueError(f"`{argument}` must name a file, got the folder {path}.")
 
 
+def check_output_folder(path: str | None, argument: str) -> None:
+    """Refuses a folder that is a file, or would lie in one, before any work is done for it; it is made later."""
+    if path is None:
+        return
+    folder = Path(path).absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not there.is_dir():
+        raise ValueError(f"`{argument}` must name a folder, got {path}, and {there} is a file. Give another name.")
+
+
 def check_choice(value: str, choices: Sequence[str], argument: str) -> None:
     """Refuses a name that is none of `choices`, with the one that was probably meant."""
     if value not in choices:

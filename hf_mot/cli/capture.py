@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from hf_mot.cli import check_output_file, command_line
+from hf_mot.cli import check_output_file, check_output_folder, command_line
 
 HELP = "run two models over text once, and keep their states for training"
 
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_output_file(args.json, "--json")
+    check_output_folder(args.out, "--out")
     if len(args.context) > 2:
         raise ValueError(f"`--context` takes a number, or the least and the most, got {args.context}.")
     if args.examples is not None and args.examples < 1:

@@ -10,6 +10,7 @@ from hf_mot.cli import (
     PLANS,
     check_choice,
     check_output_file,
+    check_output_folder,
     command_line,
     load_pair,
     load_tasks,
@@ -94,9 +95,7 @@ def run(args: argparse.Namespace) -> int:
     if args.text is None and not split_names(args.tasks):
         raise ValueError("`--text` and `--tasks` are both missing: there is nothing to measure on. Give one of them.")
     _check_options(args)
-    if args.report is not None and os.path.exists(args.report) and not os.path.isdir(args.report):
-        raise ValueError(f"`--report` must name a folder, got the file {args.report}.")
-
+    check_output_folder(args.report, "--report")
     if args.card and not os.path.isdir(args.translator):
         raise ValueError(f"`--card` needs the translator's own folder, got {args.translator}. Download it first.")
 
