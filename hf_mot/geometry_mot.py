@@ -88,7 +88,7 @@ class ModelGeometry:
         rotary (`tuple[RotaryEncoding, ...]`): The rotary encodings that the layers use.
         embedding_dim (`int`): Width of the input embeddings.
         attention_dim (`int`): Query channels of a layer (attention heads × head_dim), for costs.
-        decoder_parameters (`int`): Weights of the decoder without its embeddings, learned positions included, for
+        decoder_parameters (`int`): Weights of the decoder without its embeddings of tokens and positions, for
             costs.
         max_positions (`int`, *optional*): Longest sequence the model was made for.
         sliding (`bool`): Whether any layer attends within a sliding window.

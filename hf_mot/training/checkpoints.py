@@ -12,8 +12,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_mot.modeling_mot import MoTModel
 from hf_mot.pretrained_mot import FIT_REPORT
 
-from .report import OF_TEXT
-
 
 def last_checkpoint(folder: str | Path) -> str | None:
     """The newest checkpoint of a run that was written to its end: a run can be killed while it writes one. The
@@ -79,22 +77,13 @@ def check_run(checkpoint: str | Path, report: dict[str, Any]) -> None:
     if not path.is_file():
         return
     found = json.loads(path.read_text(encoding="utf-8")).get("training", {})
+    compared = ("settings", "replay", "corpus")
     _refuse_difference(
-        _compared(found),
-        _compared(json.loads(json.dumps(report))),
+        {name: found.get(name) for name in compared},
+        {name: json.loads(json.dumps(report.get(name))) for name in compared},
         f"The checkpoint {checkpoint} was made with other settings",
         "Resume with the same ones",
     )
-
-
-def _compared(training: dict[str, Any]) -> dict[str, Any]:
-    """What a run and the one that it goes on from have in common. Of captured states a release before told lengths
-    that were not theirs, and did not count tokens."""
-    settings, corpus = training.get("settings", {}), training.get("corpus")
-    if corpus and all("digest" in part for part in corpus):
-        settings = {name: value for name, value in settings.items() if name not in OF_TEXT}
-        corpus = [part["digest"] for part in corpus]
-    return {"settings": settings, "replay": training.get("replay"), "corpus": corpus}
 
 
 def _refuse_difference(found: dict[str, Any], expected: dict[str, Any], what: str, way_out: str) -> None:

@@ -8,9 +8,9 @@ from hf_mot.versions import versions
 
 from .arguments import MoTTrainingArguments
 
-OF_TEXT = ("length", "context_length", "copy_share", "shuffle_buffer")  # captured states have their own
+_OF_TEXT = ("length", "context_length", "copy_share", "shuffle_buffer")  # captured states have their own
 SETTINGS = (
-    *("losses", *OF_TEXT, "correct_window_start"),
+    *("losses", *_OF_TEXT, "correct_window_start"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "linear_learning_rate"),
     *("weight_decay", "warmup_steps", "max_grad_norm", "bf16", "seed", "vocabulary_size", "train_only"),
 )
@@ -19,7 +19,7 @@ SETTINGS = (
 def training_report(args: MoTTrainingArguments, state: TrainerState, replay: str, captured: bool) -> dict[str, Any]:
     """Settings, steps, tokens, losses, seconds and versions of a run, resumed parts included. `captured`: on states
     that were captured before, not on text."""
-    names = [name for name in SETTINGS if not (captured and name in OF_TEXT)]
+    names = [name for name in SETTINGS if not (captured and name in _OF_TEXT)]
     settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     losses = {
         name.removesuffix("_loss"): value
