@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import random
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 
 from hf_mot.capture_mot import prefill
+from hf_mot.cli import command_line
 from hf_mot.data.documents import read_documents
 from hf_mot.evaluation.answers import continuation_nll
 from hf_mot.evaluation.metrics import ratio_of_means
@@ -74,11 +74,7 @@ def main() -> None:
     even = [round(i * (depth - 1) / (LAYERS - 1)) for i in range(LAYERS)]
     wide_layers = sorted({*itertools.chain(*greedy.values()), *even})
     report = {
-        # Files and folders of this machine by their names alone.
-        "command": shlex.join(
-            ["python", "examples/fit_curve.py"]
-            + [os.path.basename(arg) if os.path.exists(arg) or os.path.isabs(arg) else arg for arg in sys.argv[1:]]
-        ),
+        "command": command_line(sys.argv[1:], ["python", "examples/fit_curve.py"]),
         "pair": {"source": args.source, "target": args.target},
         "seed": args.seed,
         "n": 0,

@@ -8,8 +8,6 @@ what is left.
 import argparse
 import contextlib
 import functools
-import os
-import shlex
 import sys
 import tempfile
 import time
@@ -20,7 +18,7 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
-from hf_mot.cli import load_pair
+from hf_mot.cli import command_line, load_pair
 from hf_mot.compat_mot import decoder_of
 from hf_mot.data.documents import read_documents
 from hf_mot.evaluation import DEFAULT_ARMS, evaluate, load_examples, save_report
@@ -71,8 +69,7 @@ def main() -> None:
     inside = sum(clock.seconds.values())
     counts = {"context_nll": report["n"]} if "n" in report else {}
     result = {
-        # Files and folders of this machine by their names alone.
-        "command": shlex.join(["python", "examples/harness_overhead.py", *map(_name, sys.argv[1:])]),
+        "command": command_line(sys.argv[1:], ["python", "examples/harness_overhead.py"]),
         "n": counts | {name: task["n"] for name, task in report.get("tasks", {}).items()},
         "wall_s": wall,
         "model_s": clock.seconds,
@@ -133,11 +130,6 @@ class Clock:
                 self.stop(names[id(model)])
 
         return timed
-
-
-def _name(argument: str) -> str:
-    local = os.path.exists(argument) or os.path.isabs(argument)
-    return os.path.basename(argument.rstrip("/")) if local else argument
 
 
 if __name__ == "__main__":

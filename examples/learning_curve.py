@@ -11,7 +11,6 @@ longer ones. Beside it the loss on the training examples themselves, as the run 
 import argparse
 import json
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from hf_mot.cache_mot import TranslatedCache
 from hf_mot.capture_mot import prefill
+from hf_mot.cli import command_line
 from hf_mot.data.states import StatesDataset, collate, translation_inputs
 from hf_mot.evaluation.answers import wrap
 from hf_mot.hub.resolve import load_model
@@ -60,7 +60,7 @@ def main() -> None:
         "examples": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
         "points": points,
         "training": _logged(args.translators),
-        "command": shlex.join([Path(sys.argv[0]).name, *(Path(word).name for word in sys.argv[1:])]),
+        "command": command_line(sys.argv[1:], ["python", "examples/learning_curve.py"]),
         "versions": versions(),
     }
     Path(args.json).write_text(json.dumps(report, indent=1) + "\n")

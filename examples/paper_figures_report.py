@@ -7,6 +7,7 @@ Without OUT the page is made of the file that is there. A part of which nothing 
 """
 
 import argparse
+import itertools
 import json
 import re
 from pathlib import Path
@@ -91,7 +92,7 @@ def plot(path: Path, label: str, lines: dict[str, list[tuple[Any, dict[str, Any]
     places = sorted({place for points in lines.values() for place, _ in points})
     figure = Figure(figsize=(8, 3.6), dpi=160, layout="constrained")
     panels = figure.subplots(1, 2)
-    for color, (name, points) in zip(COLORS, lines.items(), strict=False):
+    for color, (name, points) in zip(itertools.cycle(COLORS), lines.items(), strict=False):
         points = [(places.index(place), point) for place, point in points if point["recovery"]]
         values = [point["recovery"] for _, point in points]
         spread = [

@@ -10,8 +10,6 @@ plain prefill. Bytes are growth above the models.
 
 import argparse
 import json
-import os
-import shlex
 import statistics
 import sys
 import time
@@ -25,6 +23,7 @@ import torch
 from hf_mot.attention_mot import intercepted_attention
 from hf_mot.baselines.states import make_shell
 from hf_mot.capture_mot import prefill
+from hf_mot.cli import command_line
 from hf_mot.contract_mot import describe_model
 from hf_mot.data.documents import read_documents
 from hf_mot.data.windows import context_text, document_ids
@@ -52,11 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     models = {side: load_model(getattr(args, side), args.dtype) for side in ("source", "target")}
     tokenizers = {side: load_tokenizer(getattr(args, side)) for side in ("source", "target")}
     report = {
-        # Files and folders of this machine by their names alone.
-        "command": shlex.join(
-            ["python", "examples/sparse_attention.py"]
-            + [os.path.basename(arg) if os.path.exists(arg) or os.path.isabs(arg) else arg for arg in sys.argv[1:]]
-        ),
+        "command": command_line(sys.argv[1:], ["python", "examples/sparse_attention.py"]),
         "plan": str(plan),
         "way": sparse_way(models["target"]),
         "dtype": args.dtype,

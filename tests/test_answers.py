@@ -1,3 +1,5 @@
+"""Answers are scored as with all logits, without those of pads."""
+
 import pytest
 import torch
 from test_families import WORKING, build

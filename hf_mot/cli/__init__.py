@@ -101,10 +101,10 @@ def load_tasks(given: str | None, data: str | None) -> dict[str, Any]:
     return {name: load_hub_examples(name) if data is None else load_examples(data, name) for name in names}
 
 
-def command_line(argv: Sequence[str]) -> str:
+def command_line(argv: Sequence[str], program: Sequence[str] = ("hf-mot",)) -> str:
     """The command for a report: files and folders of this machine by their names alone."""
     parts = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--") else [arg])]
     local = [
         os.path.basename(part.rstrip("/")) if os.path.exists(part) or os.path.isabs(part) else part for part in parts
     ]
-    return shlex.join(["hf-mot", *local])
+    return shlex.join([*program, *local])
