@@ -8,8 +8,8 @@
 #
 # DATA holds text/train and text/valid. There are two windows: the one from layer 0, and the one that a search chooses
 # (START=6 takes that one without a search), where the runs in RUNS_THERE are repeated. A run whose result is there is
-# skipped, a training goes on from its last checkpoint. RUNS="mot-0 single-0" chooses. Once "control" is there, parts may
-# run side by side.
+# skipped, a training goes on from its last checkpoint. RUNS="mot-0 single-0" and WINDOWS=0 choose. Once "control" is
+# there, parts may run side by side.
 #
 # The literal form reads no token embeddings of the target, so without a source nothing is left to read. The control of
 # all runs of a window is therefore one translator without source that reads these embeddings; "best" has its own twin.
@@ -19,7 +19,7 @@ STEPS=${STEPS:-200} SEARCH_STEPS=${SEARCH_STEPS:-30} WIDTH=${WIDTH:-256} RANK=${
 LIMIT=${LIMIT:-128} CONTEXT=${CONTEXT:-256} START=${START:-}
 RUNS=${RUNS:-control mot-0 mot-1 mot-2 single-0 single-1 single-2 uniform-0 moe-0 mlp-0 closed-0 routing-0 activation-0 \
     position-0 embedding-0 best-0}
-RUNS_THERE="control mot-0 single-0 closed-0"
+RUNS_THERE="control mot-0 single-0 uniform-0 moe-0 closed-0"
 PAIR="--source ${SOURCE:-demo/smollm2-135m-instruct} --target ${TARGET:-demo/gemma-3-270m}"
 TRAIN=$(ls "$DATA"/text/train/*) VALID=$(ls "$DATA"/text/valid/*)
 RECIPE="--length 128 --context 64 --losses cc=1,pl=1 --batch-size 4 --accumulation 1"
@@ -92,7 +92,9 @@ if [ -z "$START" ]; then
         --max-steps "$SEARCH_STEPS" --eval-limit 16 --seed 0 --out "$OUT/search"
     START=$(json "$OUT/search/report.json" "['best']['start']")
 fi
-for name in $RUNS; do run 0 "${name%-*}" "${name##*-}"; done
-[ "$START" = 0 ] || for name in $RUNS; do
-    case " $RUNS_THERE " in *" $name "*) run "$START" "${name%-*}" "${name##*-}" ;; esac
+[ "$START" = 0 ] || WINDOWS=${WINDOWS:-0 $START}
+for start in ${WINDOWS:-0}; do
+    for name in $RUNS; do
+        case "$start $RUNS_THERE " in "0 "* | *" $name "*) run "$start" "${name%-*}" "${name##*-}" ;; esac
+    done
 done

@@ -2,6 +2,7 @@
 
 python examples/training_overhead.py --source S --target T --text FILE… [--steps 20] [--json PATH] [recipe]
 python examples/training_overhead.py … --states DIR --losses cc
+python examples/training_overhead.py … --preset paper
 
 Timed are the forward passes of both language models and of the translator, and the backward pass, which runs through
 all three; the rest of a step (text to batch, alignment, positions, losses, optimizer) is the overhead. The clock reads
@@ -23,6 +24,7 @@ import psutil  # comes with accelerate
 import torch
 from transformers import HfArgumentParser, TrainerCallback
 
+from hf_mot.configuration_mot import PAPER
 from hf_mot.data.states import StatesDataset
 from hf_mot.hub.resolve import load_model, load_tokenizer
 from hf_mot.training import MoTTrainer, MoTTrainingArguments, TextDataset, TextFiles
@@ -97,7 +99,8 @@ def main():
     parser.add_argument("--lines", action="store_true")
     parser.add_argument("--states")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rank", type=int, default=1024)
+    parser.add_argument("--rank", type=int, default=1024, help="of the low-rank translator that is trained by default")
+    parser.add_argument("--preset", choices=["paper"], help="train the literal Mixture-of-Translators instead")
     parser.add_argument("--json")
     options, recipe = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -121,8 +124,11 @@ def measure(options: argparse.Namespace, args: MoTTrainingArguments) -> dict:
     pair = {side: load_model(getattr(options, side)) for side in ("source", "target")}
     pair |= {f"{side}_tokenizer": load_tokenizer(getattr(options, side)) for side in ("source", "target")}
     captured = None if options.states is None else StatesDataset(options.states)
-    layers = {} if captured is None else {"source_layers": captured.source_layers}
-    model = new_translator(pair_contracts(**pair), trunk=True, rank=options.rank, **layers)
+    if options.preset is None:
+        layers = {} if captured is None else {"source_layers": captured.source_layers}
+        model = new_translator(pair_contracts(**pair), trunk=True, rank=options.rank, **layers)
+    else:
+        model = new_translator(pair_contracts(**pair), channel_ratio=0.3, **PAPER)
     text = TextDataset.from_args(TextFiles(options.text, options.lines), pair["target_tokenizer"], args)
     timer = Timer()
     trainer = MoTTrainer(model, args, train_dataset=text, callbacks=[timer], **pair)
@@ -148,6 +154,8 @@ def measure(options: argparse.Namespace, args: MoTTrainingArguments) -> dict:
         "context_length": args.context_length,
         "losses": args.losses,
         "vocabulary_size": args.vocabulary_size,
+        "preset": options.preset,
+        "parameters": sum(weight.numel() for weight in model.parameters()),
         "replay": str(trainer.comparison.plan),
         "source": trainer.translator.config.source["id"],
         "target": trainer.translator.config.target["id"],

@@ -258,6 +258,13 @@ def test_model_in_training_mode_is_refused(pair):
         evaluate(documents=DOCUMENTS[:2], **{**pair, "target": target})
 
 
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_model_of_another_pair_is_refused(pair, side):
+    other = make_model({"source": "llama", "target": "gemma3"}[side], pair[f"{side}_tokenizer"], seed=9).eval()
+    with pytest.raises(ValueError, match=f"`{side}` has other weights"):
+        evaluate(documents=DOCUMENTS[:2], **{**pair, side: other})
+
+
 def test_nll_that_is_not_finite_names_arm_and_document(pair):
     translator = make_translator(pair, source_layers=[0])
     with torch.no_grad():

@@ -77,7 +77,7 @@ def test_paper_mode_trains_each_form_once_on_the_same_budget(script, contracts, 
     assert search.command == "search-channels" and search.max_steps == 30
     assert not {*search.text, *search.eval_text} & {str(tmp_path / "data" / "text" / "valid" / "c.txt.gz")}
     trained = {Path(args.out).relative_to(tmp_path / "out").as_posix(): args for args in commands if "config" in args}
-    assert len(trained) == 15 + 3 and {"start-0/mot-2", "start-2/mot-0", "start-2/control"} <= trained.keys()
+    assert len(trained) == 15 + 5 and {"start-0/mot-2", "start-2/mot-0", "start-2/control"} <= trained.keys()
     for name, args in trained.items():
         training, config = training_arguments(args), translator_of(args, contracts)
         assert (training.max_steps, training.per_device_train_batch_size) == (200, 4)
@@ -96,7 +96,7 @@ def test_paper_mode_trains_each_form_once_on_the_same_budget(script, contracts, 
     assert translator_of(twin_arguments(trained["start-0/best-0"]), contracts).source_layers == []
 
     measured = {args.json: args for args in commands if args.command == "evaluate"}
-    assert len(measured) == 15 + 3
+    assert len(measured) == 15 + 5
     assert {args.replay for name, args in measured.items() if "closed" in name} == {"full:0-1"}
     assert (tmp_path / "out" / "start-0" / "mot-0" / "no_source" / "config.json").exists()
     assert [args.tokens for args in commands if args.command == "fit"] == [200 * 4 * 128]
@@ -123,6 +123,11 @@ def test_skip_prefill_trains_on_what_the_fit_reads(script, tmp_path, monkeypatch
 def test_paper_mode_takes_a_window_and_a_choice_of_runs(script):
     names = [Path(args.out).name for args in script("paper_mode.sh", START="0", RUNS="single-1") if "config" in args]
     assert names == ["control", "single-1"]
+    there = script("paper_mode.sh", START="1", WINDOWS="1", RUNS="control mlp-0 moe-0")
+    assert ["/".join(Path(args.out).parts[-2:]) for args in there if "config" in args] == [
+        "start-1/control",
+        "start-1/moe-0",
+    ]
 
 
 def test_paper_figures_trains_each_point_once(script, contracts, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_mot.baselines import BASELINES
+from hf_mot.contract_mot import check_model
 from hf_mot.evaluation.arms import ARMS, find_arm
 from hf_mot.evaluation.batch import Baseline
 from hf_mot.evaluation.curve import NEEDED_ARMS, check_plans, planned_arms
@@ -122,8 +123,8 @@ def check_models(
     What can be checked before anything is read. Arguments as in [`evaluate`]; `plans` are all that are measured.
 
     Raises:
-        ValueError: On arms that lack what they need, a missing source, models in training mode, or models that cannot
-            do a plan that is sparse.
+        ValueError: On arms that lack what they need, a missing source, models that are not those of the translator's
+            pair, models in training mode, or models that cannot do a plan that is sparse.
     """
     for arm in arms:
         needs = find_arm(arm).needs
@@ -144,6 +145,9 @@ def check_models(
     for name, model in (("source", source), ("target", target), ("translator", translator), ("no_source", no_source)):
         if model is not None and model.training:
             raise ValueError(f"`{name}` is in training mode, where dropout blurs the figures. Call {name}.eval().")
+    for side, model in (("source", source), ("target", target)):
+        if model is not None:
+            check_model(getattr(translator.config, side), model, side)
     plans = [ReplayPlan.parse(plan) for plan in plans]
     if no_source is not None and any(find_arm(arm).needs == "no_source" for arm in arms):
         for plan in plans:  # a twin of another form is refused now, not after hours
