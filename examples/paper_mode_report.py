@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from hf_mot.analysis import plot_windows
 from hf_mot.evaluation.describe import format_interval, format_number
 from hf_mot.evaluation.metrics import ratio_of_means
 from hf_mot.evaluation.report import render_table
+from hf_mot.evaluation.report_plot import require_matplotlib
 from hf_mot.training.report import last_logged
 
 NAMES = {
@@ -45,7 +47,14 @@ training (ln 2 = 0.69: both translators alike). Made by [examples/paper_mode.sh]
 """
 
 
-def gather(folder: Path) -> list[dict[str, Any]]:
+def gather(folder: Path) -> dict[str, Any]:
+    """What the search for a window found, if there was one, and the runs."""
+    search = folder / "search" / "report.json"
+    found = json.loads(search.read_text(encoding="utf-8")) if search.exists() else None
+    return {"search": found, "runs": gather_runs(folder)}
+
+
+def gather_runs(folder: Path) -> list[dict[str, Any]]:
     """The runs: result without the figures of each document, steps and router of the training, gain over MoT."""
     runs = []
     for path in sorted(folder.glob("start-*/*-[0-9].json")):
@@ -107,8 +116,36 @@ COLUMNS = ["translator", "seeds", "recovery", "over MoT", "source value", "conte
 COLUMNS += ["cos attention", "router CV²", "router entropy", "parameters", "handoff / prefill"]
 
 
-def page(runs: list[dict[str, Any]]) -> str:
-    lines = [HEAD]
+def search_section(search: dict[str, Any], plot: str) -> list[str]:
+    """What a search found of each window, beside its plot."""
+    rows = [
+        [
+            f"{window['target_layers'][0]}-{window['target_layers'][-1]}",
+            *(format_number(window.get(f"eval_{key}"), 3) for key in ("loss", "cc_loss", "pl_loss", "recovery")),
+        ]
+        for window in search["windows"]
+    ]
+    return [
+        "## The window that a search chose",
+        "",
+        "One short training of a single backbone for each window, judged on training text that was left out. The",
+        "search takes the least loss, the sum of CC (on keys and values) and PL. Recovery is high at the end of the",
+        "target, where the layers below the window are its own: the later a window, the less it tells of the",
+        "translation.",
+        "",
+        f"![validation loss and recovery by window]({plot})",
+        "",
+        *render_table(["target layers", "loss", "CC", "PL", "recovery"], rows),
+        "",
+        f"`{search['command']}`",
+        "",
+    ]
+
+
+def page(gathered: dict[str, Any], plot: str) -> str:
+    lines, runs = [HEAD], gathered["runs"]
+    if gathered["search"] is not None:
+        lines += search_section(gathered["search"], plot)
     for start in sorted({run["start"] for run in runs}):
         there = [run for run in runs if run["start"] == start]
         named = {name: [run for run in there if run["name"] == name] for name in NAMES}
@@ -142,11 +179,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Gathers the results of paper_mode.sh, and makes a page of them.")
     parser.add_argument("out", nargs="?", type=Path, help="folder of paper_mode.sh")
     parser.add_argument("--json", required=True, type=Path, help="file that keeps all results")
-    parser.add_argument("--markdown", required=True, type=Path, help="the page")
+    parser.add_argument("--markdown", required=True, type=Path, help="the page; its plot goes to a folder beside it")
     args = parser.parse_args()
     if args.out is not None:
         args.json.write_text(json.dumps(gather(args.out), indent=1) + "\n", encoding="utf-8")
-    args.markdown.write_text(page(json.loads(args.json.read_text(encoding="utf-8"))), encoding="utf-8")
+    gathered = json.loads(args.json.read_text(encoding="utf-8"))
+    pictures = args.markdown.with_suffix("")
+    if gathered["search"] is not None:
+        require_matplotlib()
+        pictures.mkdir(parents=True, exist_ok=True)
+        plot_windows(gathered["search"], pictures / "windows.png")
+    args.markdown.write_text(page(gathered, f"{pictures.name}/windows.png"), encoding="utf-8")
 
 
 if __name__ == "__main__":

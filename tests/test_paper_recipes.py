@@ -175,6 +175,7 @@ def results():
 
 
 def test_page_of_the_papers_mode(results, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
     shifted = {**results, "recovery": {"value": 0.7, "low": 0.6, "high": 0.8}}
     shifted["documents"] = [{**row, "translated": row["translated"] - 0.01} for row in results["documents"]]
     for name, result in (("mot-0", results), ("mot-1", shifted), ("single-0", shifted)):
@@ -186,14 +187,21 @@ def test_page_of_the_papers_mode(results, tmp_path, monkeypatch):
         (made / "trainer_state.json").write_text(json.dumps(state))
     files = ["--json", str(tmp_path / "all.json"), "--markdown", str(tmp_path / "page.md")]
     render("paper_mode_report.py", monkeypatch, str(tmp_path / "out"), *files)
+    assert "search" not in (tmp_path / "page.md").read_text()  # there was none
+    search = {"windows": [{"start": at, "target_layers": [at, at + 1], "eval_loss": 4.5 - at} for at in (0, 1)]}
+    search |= {"best": search["windows"][1], "command": "hf-mot search-channels …", "channel_ratio": 0.3}
+    (tmp_path / "out" / "search").mkdir()
+    save_report(search, tmp_path / "out" / "search" / "report.json")
+    render("paper_mode_report.py", monkeypatch, str(tmp_path / "out"), *files)
     page = (tmp_path / "page.md").read_text()
+    assert "| 1-2 | 3.500 |" in page and (tmp_path / "page" / "windows.png").stat().st_size > 1000
     mot, single = (
         next(line for line in page.splitlines() if line.startswith(f"| {own}")) for own in ("MoT, the", "single")
     )
     assert "| 2 | 0.60 (0.50 to 0.70) |" in mot and "0.31 | 0.52" in mot and "0.25 (0.25 to 0.25)" in mot
     assert "| 1 | 0.70 [0.60, 0.80] | 0.10 [0.10, 0.10] | 0.25 [0.20, 0.30] |" in single
     assert "## Window 1-1" in page and "| Keys, cosine by layer | 1 | 2 |" in page
-    first = next(run for run in json.loads((tmp_path / "all.json").read_text()) if run["name"] == "mot")
+    first = next(run for run in json.loads((tmp_path / "all.json").read_text())["runs"] if run["name"] == "mot")
     assert "documents" not in first["result"] and first["result"]["versions"]
     render("paper_mode_report.py", monkeypatch, *files)  # of the file alone
     assert (tmp_path / "page.md").read_text() == page
