@@ -15,6 +15,7 @@ import argparse
 import inspect
 import json
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -24,6 +25,7 @@ import psutil  # comes with accelerate
 import torch
 from transformers import HfArgumentParser, TrainerCallback
 
+from hf_mot.cli import command_line
 from hf_mot.configuration_mot import PAPER
 from hf_mot.data.states import StatesDataset
 from hf_mot.hub.resolve import load_model, load_tokenizer
@@ -161,6 +163,7 @@ def measure(options: argparse.Namespace, args: MoTTrainingArguments) -> dict:
         "target": trainer.translator.config.target["id"],
         "threads": torch.get_num_threads(),
         "device": str(args.device),
+        "command": command_line(sys.argv[1:], ["python", "examples/training_overhead.py"]),
         "versions": versions(),
     }
     if captured is not None:
