@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager
 
 import psutil  # comes with accelerate
@@ -41,29 +42,31 @@ def clock() -> float:
 
 
 class Timer(TrainerCallback):
-    """Seconds of each step, and of the passes within it."""
+    """Seconds of each step, and of each kind of pass within it."""
 
     def __init__(self):
-        self.steps, self.passes, self.inner, self.started = [], [], 0.0, 0.0
+        self.steps, self.passes, self.inner, self.started = [], [], Counter(), 0.0
 
     def on_step_begin(self, *args, **kwargs):
         if self.started:  # the time from step to step holds the making of batches too
             self.steps.append(clock() - self.started)
             self.passes.append(self.inner)
-        self.started, self.inner = clock(), 0.0
+        self.started, self.inner = clock(), Counter()
 
     @contextmanager
-    def timed(self):
+    def timed(self, kind: str):
         started = clock()
-        yield
-        self.inner += clock() - started
+        try:
+            yield
+        finally:  # the source's pass ends with an exception, after the last layer that is read
+            self.inner[kind] += clock() - started
 
-    def wrap(self, holder, name: str) -> None:
+    def wrap(self, kind: str, holder, name: str = "forward") -> None:
         """Times a method. No timed call runs within another."""
         method = getattr(holder, name)
 
         def timed_method(*args, **kwargs):
-            with self.timed():
+            with self.timed(kind):
                 return method(*args, **kwargs)
 
         timed_method.__signature__ = inspect.signature(method)  # from which capabilities are read
@@ -134,20 +137,22 @@ def measure(options: argparse.Namespace, args: MoTTrainingArguments) -> dict:
     text = TextDataset.from_args(TextFiles(options.text, options.lines), pair["target_tokenizer"], args)
     timer = Timer()
     trainer = MoTTrainer(model, args, train_dataset=text, callbacks=[timer], **pair)
-    timer.wrap(model, "forward")
-    timer.wrap(pair["source"].get_decoder(), "forward")
-    timer.wrap(pair["target"].get_decoder(), "forward")
-    timer.wrap(pair["target"].get_output_embeddings(), "forward")
-    timer.wrap(trainer.accelerator, "backward")
+    timer.wrap("translator", model)
+    timer.wrap("source", pair["source"].get_decoder())
+    timer.wrap("target", pair["target"].get_decoder())
+    timer.wrap("head", pair["target"].get_output_embeddings())
+    timer.wrap("backward", trainer.accelerator, "backward")
     with Memory() as memory:
         trainer.train()
     # The first step also measures the scale of the target's states.
-    shares = [1 - inner / step for step, inner in zip(timer.steps, timer.passes, strict=True)][1:]
+    passes = timer.passes[1:]
+    shares = [1 - inner.total() / step for step, inner in zip(timer.steps[1:], passes, strict=True)]
     report = {
         "overhead": statistics.median(shares),
         "overhead_range": [min(shares), max(shares)],
         "step_s": statistics.median(timer.steps[1:]),
         "step_s_range": [min(timer.steps[1:]), max(timer.steps[1:])],
+        "passes_s": {kind: statistics.median(inner[kind] for inner in passes) for kind in passes[0]},
         "memory_growth_bytes": memory.peak - memory.start,
         "memory_peak_bytes": memory.peak,
         "steps": len(shares),

@@ -259,6 +259,9 @@ def test_overhead_is_measured(folder, tmp_path, monkeypatch, capsys):
     runpy.run_path(str(EXAMPLES / "training_overhead.py"), run_name="__main__")
     report = json.loads((tmp_path / "overhead.json").read_text())
     assert 0 < report["overhead"] < 1 and report["steps"] == 2
+    # Regression on states: no text is predicted, so the head does not run.
+    assert set(report["passes_s"]) == {"source", "translator", "target", "backward"}
+    assert 0 < sum(report["passes_s"].values()) < report["step_s_range"][1]
     assert report["memory_peak_bytes"] >= report["memory_growth_bytes"] >= 0
     states = report["states"]
     assert states["examples"] == 8 and states["speedup"] == pytest.approx(report["step_s"] / states["step_s"])
