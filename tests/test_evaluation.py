@@ -265,6 +265,24 @@ def test_model_of_another_pair_is_refused(pair, side):
         evaluate(documents=DOCUMENTS[:2], **{**pair, side: other})
 
 
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_tokenizer_of_another_pair_is_refused(pair, side):
+    other = pair[{"source": "target", "target": "source"}[side] + "_tokenizer"]
+    with pytest.raises(ValueError, match=f"`{side}_tokenizer` does not match the translator's contract"):
+        evaluate(documents=DOCUMENTS[:2], **{**pair, f"{side}_tokenizer": other})
+    with pytest.raises(ValueError, match=f"`{side}_tokenizer` is required"):
+        evaluate(documents=DOCUMENTS[:2], **{**pair, f"{side}_tokenizer": None})
+
+
+def test_twin_of_another_pair_is_refused(pair):
+    other = make_model("gemma3", pair["target_tokenizer"], seed=9).eval()
+    with pytest.raises(ValueError, match="`no_source` reads the source's layers .* it is no control"):
+        evaluate(documents=DOCUMENTS[:2], **{**pair, "no_source": pair["translator"]})
+    twin = make_translator({**pair, "target": other}, source_layers=[])
+    with pytest.raises(ValueError, match="`no_source` is the twin of another pair: `target` has other weights"):
+        evaluate(documents=DOCUMENTS[:2], **{**pair, "no_source": twin})
+
+
 def test_nll_that_is_not_finite_names_arm_and_document(pair):
     translator = make_translator(pair, source_layers=[0])
     with torch.no_grad():

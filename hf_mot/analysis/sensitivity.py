@@ -25,7 +25,7 @@ from hf_mot.evaluation.measure import Item, grouped
 from hf_mot.evaluation.metrics import mean_with_interval, ratio_of_means
 from hf_mot.evaluation.prompts import Prompter
 from hf_mot.evaluation.question_answering import Questions, prepare_questions
-from hf_mot.evaluation.settings import check_models, check_parts, check_settings
+from hf_mot.evaluation.settings import check_models, check_pair, check_parts, check_settings
 from hf_mot.evaluation.tasks import TASKS, Example
 from hf_mot.evaluation.windows import Windows, cut_windows
 from hf_mot.modeling_mot import MoTModel
@@ -117,6 +117,7 @@ def measure_sensitivity(
     )
     replay = str(translator.plan(replay, context_length))
     check_models(REFERENCES, translator, None, source, target, {})
+    check_pair(translator, None, source, target, source_tokenizer, target_tokenizer)
     prefix_ids = list(translator.config.target["prefix_ids"])
     models = Models(
         source=source,

@@ -15,7 +15,14 @@ from hf_mot.evaluation.gate import Gate
 from hf_mot.evaluation.prompts import Prompter
 from hf_mot.evaluation.question_answering import prepare_questions
 from hf_mot.evaluation.run import Run
-from hf_mot.evaluation.settings import DEFAULT_ARMS, check_models, check_parts, check_replay, check_settings
+from hf_mot.evaluation.settings import (
+    DEFAULT_ARMS,
+    check_models,
+    check_pair,
+    check_parts,
+    check_replay,
+    check_settings,
+)
 from hf_mot.evaluation.store import ResultStore
 from hf_mot.evaluation.tasks import TASKS, Example
 from hf_mot.modeling_mot import MoTModel
@@ -101,9 +108,9 @@ def evaluate(
 
     Raises:
         ValueError: On an unknown arm, task or plan, a bad `context_length`, `limit` or `batch_size`, a missing twin or
-            source, target_layers_only for a translator that reads no hidden state of the target, a model in training
-            mode, too few long documents, results of other settings in the file, or where
-            no arm goes through.
+            source, models, tokenizers or a twin of another pair, a model in training mode, target_layers_only for a
+            translator that reads no hidden state of the target, too few long documents, results of other settings in
+            the file, or where no arm goes through.
     """
     tasks, baselines = dict(tasks or {}), baselines or {}
     check_parts(documents, tasks, closed_sets, cost_context_length)
@@ -124,6 +131,7 @@ def evaluate(
         check_replay(translator, replay, context_length)
     plans = [] if curve is None else check_plans(translator, curve, context_length, replay)
     check_models(arms, translator, no_source, source, target, baselines, (replay, *plans))
+    check_pair(translator, no_source, source, target, source_tokenizer, target_tokenizer)
     needs_identity = any(find_arm(arm).needs == "identity" for arm in arms)
     models = Models(
         source=source,

@@ -3,10 +3,10 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_mot.baselines import BASELINES
-from hf_mot.contract_mot import check_model
+from hf_mot.contract_mot import check_model, check_tokenizer
 from hf_mot.evaluation.arms import ARMS, find_arm
 from hf_mot.evaluation.batch import Baseline
 from hf_mot.evaluation.curve import NEEDED_ARMS, check_plans, planned_arms
@@ -110,6 +110,47 @@ def check_replay(translator: MoTModel, replay: str, context_length: int) -> None
         )
 
 
+def check_pair(
+    translator: MoTModel,
+    no_source: MoTModel | None,
+    source: PreTrainedModel | None,
+    target: PreTrainedModel,
+    source_tokenizer: PreTrainedTokenizerBase | None,
+    target_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """
+    Refuses what is not the translator's pair before anything is read. Arguments as in [`evaluate`].
+
+    Raises:
+        ValueError: On a missing source, models in training mode, models or tokenizers that are not those of the
+            translator's pair, or a twin that reads a source or was made for another target.
+    """
+    if source is None and translator.config.source_layers:
+        raise ValueError("`source` is None, but this translator reads a source. Pass the source and its tokenizer.")
+    for name, model in (("source", source), ("target", target), ("translator", translator), ("no_source", no_source)):
+        if model is not None and model.training:
+            raise ValueError(f"`{name}` is in training mode, where dropout blurs the figures. Call {name}.eval().")
+    for side, model, tokenizer in (
+        ("source", source, source_tokenizer),
+        ("target", target, target_tokenizer),
+    ):
+        if model is not None:
+            contract = getattr(translator.config, side)
+            check_model(contract, model, side)
+            check_tokenizer(contract, tokenizer, f"{side}_tokenizer")
+    if no_source is None:
+        return
+    if no_source.config.source_layers:
+        raise ValueError(
+            f"`no_source` reads the source's layers {no_source.config.source_layers}: it is no control. Pass the twin "
+            "that the fit saved in OUT/no_source."
+        )
+    try:
+        check_model(no_source.config.target, target, "target")
+    except ValueError as error:
+        raise ValueError(f"`no_source` is the twin of another pair: {error}") from error
+
+
 def check_models(
     arms: Iterable[str],
     translator: MoTModel,
@@ -123,8 +164,7 @@ def check_models(
     What can be checked before anything is read. Arguments as in [`evaluate`]; `plans` are all that are measured.
 
     Raises:
-        ValueError: On arms that lack what they need, a missing source, models that are not those of the translator's
-            pair, models in training mode, or models that cannot do a plan that is sparse.
+        ValueError: On arms that lack what they need, or models that cannot do a plan.
     """
     for arm in arms:
         needs = find_arm(arm).needs
@@ -140,14 +180,6 @@ def check_models(
                 f"`arms` holds {arm}, but `baselines` holds none of that name. Make it with hf_mot.baselines, or "
                 "leave the arm out."
             )
-    if source is None and translator.config.source_layers:
-        raise ValueError("`source` is None, but this translator reads a source. Pass the source and its tokenizer.")
-    for name, model in (("source", source), ("target", target), ("translator", translator), ("no_source", no_source)):
-        if model is not None and model.training:
-            raise ValueError(f"`{name}` is in training mode, where dropout blurs the figures. Call {name}.eval().")
-    for side, model in (("source", source), ("target", target)):
-        if model is not None:
-            check_model(getattr(translator.config, side), model, side)
     plans = [ReplayPlan.parse(plan) for plan in plans]
     if no_source is not None and any(find_arm(arm).needs == "no_source" for arm in arms):
         for plan in plans:  # a twin of another form is refused now, not after hours
