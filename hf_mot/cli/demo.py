@@ -55,7 +55,7 @@ METRICS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--refit", action="store_true", help="fit the translator anew, even if it is in the cache")
-    parser.add_argument("--tokens", type=int, default=8_000, metavar="N", help="tokens to fit on, at most [8000]")
+    parser.add_argument("--tokens", type=int, default=16_000, metavar="N", help="tokens to fit on, at most [16000]")
     parser.add_argument("--json", metavar="PATH", help="write all figures and answers to this file")
 
 
