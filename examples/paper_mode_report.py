@@ -3,7 +3,7 @@ Gathers the results of paper_mode.sh into one file, and makes a page of that fil
 
     python examples/paper_mode_report.py [OUT] --json FILE --markdown FILE
 
-Without OUT the page is made of the file that is there.
+Runs that FILE has and OUT has not, of another machine say, stay in it. Without OUT the page is made of FILE alone.
 """
 
 import argparse
@@ -34,6 +34,8 @@ NAMES = {
     "best": "MoT, all four and a linear path",
 }
 ROUTER = ("router_cv2", "router_entropy")
+NOTHING: dict[str, Any] = {"search": None, "runs": []}
+RUN = ("start", "name", "seed")  # what a run is known by
 HEAD = """# The paper's mode
 
 Mixture-of-Translators in the paper's literal form, by plan `full`: the target reads the context itself, and translated
@@ -47,11 +49,13 @@ training (ln 2 = 0.69: both translators alike). Made by [examples/paper_mode.sh]
 """
 
 
-def gather(folder: Path) -> dict[str, Any]:
-    """What the search for a window found, if there was one, and the runs."""
+def gather(folder: Path, earlier: dict[str, Any]) -> dict[str, Any]:
+    """What the search for a window found, if there was one, and the runs; what was gathered before and is not there
+    stays."""
     search = folder / "search" / "report.json"
-    found = json.loads(search.read_text(encoding="utf-8")) if search.exists() else None
-    return {"search": found, "runs": gather_runs(folder)}
+    found = json.loads(search.read_text(encoding="utf-8")) if search.exists() else earlier["search"]
+    runs = {tuple(run[key] for key in RUN): run for run in [*earlier["runs"], *gather_runs(folder)]}
+    return {"search": found, "runs": [runs[key] for key in sorted(runs)]}
 
 
 def gather_runs(folder: Path) -> list[dict[str, Any]]:
@@ -182,7 +186,8 @@ def main() -> None:
     parser.add_argument("--markdown", required=True, type=Path, help="the page; its plot goes to a folder beside it")
     args = parser.parse_args()
     if args.out is not None:
-        args.json.write_text(json.dumps(gather(args.out), indent=1) + "\n", encoding="utf-8")
+        earlier = json.loads(args.json.read_text(encoding="utf-8")) if args.json.exists() else NOTHING
+        args.json.write_text(json.dumps(gather(args.out, earlier), indent=1) + "\n", encoding="utf-8")
     gathered = json.loads(args.json.read_text(encoding="utf-8"))
     pictures = args.markdown.with_suffix("")
     if gathered["search"] is not None:
