@@ -9,17 +9,18 @@
 # DATA holds text/train and text/valid. There are two windows: the one from layer 0, and the one that a search chooses
 # (START=6 takes that one without a search), where the runs in RUNS_THERE are repeated. A run whose result is there is
 # skipped, a training goes on from its last checkpoint. RUNS="mot-0 single-0" and WINDOWS=0 choose. Once "control" is
-# there, parts may run side by side.
+# there, parts may run side by side. DTYPE=bfloat16 trains between models in that dtype, which "bf16" does in any case;
+# all is measured in float32.
 #
 # The literal form reads no token embeddings of the target, so without a source nothing is left to read. The control of
 # all runs of a window is therefore one translator without source that reads these embeddings; "best" has its own twin.
 set -eu
 DATA=$1 OUT=$2
 STEPS=${STEPS:-200} SEARCH_STEPS=${SEARCH_STEPS:-30} WIDTH=${WIDTH:-256} RANK=${RANK:-1024}
-LIMIT=${LIMIT:-128} CONTEXT=${CONTEXT:-256} START=${START:-}
-RUNS=${RUNS:-control mot-0 mot-1 mot-2 single-0 single-1 single-2 uniform-0 moe-0 mlp-0 closed-0 routing-0 activation-0 \
-    position-0 embedding-0 best-0}
-RUNS_THERE="control mot-0 single-0 uniform-0 moe-0 closed-0"
+LIMIT=${LIMIT:-128} CONTEXT=${CONTEXT:-256} START=${START:-} DTYPE=${DTYPE:-float32}
+RUNS=${RUNS:-control mot-0 mot-1 mot-2 single-0 single-1 single-2 uniform-0 moe-0 mlp-0 bf16-0 closed-0 routing-0 \
+    activation-0 position-0 embedding-0 best-0}
+RUNS_THERE=${RUNS_THERE:-control mot-0 single-0 uniform-0 moe-0 closed-0}
 PAIR="--source ${SOURCE:-demo/smollm2-135m-instruct} --target ${TARGET:-demo/gemma-3-270m}"
 TRAIN=$(ls "$DATA"/text/train/*) VALID=$(ls "$DATA"/text/valid/*)
 RECIPE="--length 128 --context 64 --losses cc=1,pl=1 --batch-size 4 --accumulation 1"
@@ -44,8 +45,10 @@ form() { # NAME: what differs from the paper's form, as fields of the config
 }
 
 train() { # DIR START NAME SEED [OPTION]
+    dtype=$DTYPE
+    [ "$3" != bf16 ] || dtype=bfloat16
     [ -f "$1/config.json" ] || hf-mot train $PAIR --text $TRAIN --preset paper --start "$2" $RECIPE --max-steps "$STEPS" \
-        --config hidden_size="$WIDTH" $(form "$3") --seed "$4" --out "$1" ${5:-}
+        --config hidden_size="$WIDTH" $(form "$3") --seed "$4" --dtype "$dtype" --out "$1" ${5:-}
     # What the routers did is kept; gigabytes of optimizer are not.
     [ -f "$1/trainer_state.json" ] || cp "$1/checkpoints/checkpoint-$STEPS/trainer_state.json" "$1"
     rm -rf "$1/checkpoints" "$1/no_source/checkpoints"

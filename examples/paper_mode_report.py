@@ -22,6 +22,7 @@ from hf_mot.training.report import last_logged
 
 NAMES = {
     "mot": "MoT, the paper's form",
+    "bf16": "MoT, trained between models in bf16",
     "single": "single backbone",
     "uniform": "MoT-Uni",
     "moe": "MoE",
@@ -41,7 +42,7 @@ HEAD = """# The paper's mode
 Mixture-of-Translators in the paper's literal form, by plan `full`: the target reads the context itself, and translated
 keys and values take the place of its own in a window of its layers. No prefill is saved; the figures say what
 translation of the window loses. One seed: its 95 % interval over documents; several: their mean and range. *Over MoT*
-is the recovery beyond that of MoT with seed 0, paired by document. *Source value* is against one control a window: MoT
+is the recovery of the first seed beyond that of MoT with one seed, paired by document. *Source value* is against one control a window: MoT
 without source that reads the target's token embeddings, trained alike; that of the closed form and of the last row is
 against their own. Cosines are means over the layers of the window and those above it. The closed form is fitted for
 all layers, of which the window's are used: its parameters are those of all. Router figures are of the last steps of
@@ -65,9 +66,10 @@ def gather_runs(folder: Path) -> list[dict[str, Any]]:
         name, seed = path.stem.rsplit("-", 1)
         result = json.loads(path.read_text(encoding="utf-8"))
         run: dict[str, Any] = {"start": int(path.parent.name.removeprefix("start-")), "name": name, "seed": int(seed)}
-        base = json.loads((path.parent / "mot-0.json").read_text()) if (path.parent / "mot-0.json").exists() else None
-        if base is not None and base["documents"] != result["documents"] and "recovery" in result:
-            run["over_mot"] = gain(base["documents"], result["documents"])
+        mot = min(path.parent.glob("mot-[0-9].json"), default=path)
+        if mot != path and "recovery" in result:
+            base = json.loads(mot.read_text(encoding="utf-8"))
+            run["over_mot"] = {"seed": int(mot.stem[-1]), **gain(base["documents"], result["documents"])}
         made = path.with_suffix("")
         made = made if made.is_dir() else folder / name
         report = json.loads((made / "fit_report.json").read_text(encoding="utf-8"))
