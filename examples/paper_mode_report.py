@@ -42,11 +42,12 @@ HEAD = """# The paper's mode
 Mixture-of-Translators in the paper's literal form, by plan `full`: the target reads the context itself, and translated
 keys and values take the place of its own in a window of its layers. No prefill is saved; the figures say what
 translation of the window loses. One seed: its 95 % interval over documents; several: their mean and range. *Over MoT*
-is the recovery of the first seed beyond that of MoT with one seed, paired by document. *Source value* is against one control a window: MoT
-without source that reads the target's token embeddings, trained alike; that of the closed form and of the last row is
-against their own. Cosines are means over the layers of the window and those above it. The closed form is fitted for
-all layers, of which the window's are used: its parameters are those of all. Router figures are of the last steps of
-training (ln 2 = 0.69: both translators alike). Made by [examples/paper_mode.sh](../examples/paper_mode.sh).
+is what the first seed of a form recovers beyond one seed of MoT, paired by document. *Models* is the dtype that both
+had in the training; all is measured in float32. *Source value* is against one control a window: MoT without source
+that reads the target's token embeddings, trained alike; that of the closed form and the last row is against their own.
+Cosines are means over the layers of the window and those above it. The closed form is fitted for all layers, of which
+the window's are used: its parameters are those of all. Router figures are of the last steps of training (ln 2 = 0.69:
+both translators alike). Made by [examples/paper_mode.sh](../examples/paper_mode.sh).
 """
 
 
@@ -100,6 +101,11 @@ def over_seeds(runs: list[dict[str, Any]], metric: str) -> str:
     return f"{sum(values) / len(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
+def trained_in(run: dict[str, Any]) -> str:
+    """The dtype of both models in the training."""
+    return "bf16" if "--dtype bfloat16" in run["made_by"].get("command", "") else "fp32"
+
+
 def row(name: str, runs: list[dict[str, Any]]) -> list[str]:
     first = runs[0]
     result, cosines = first["result"], first["result"]["similarity"]["translated"]
@@ -107,6 +113,7 @@ def row(name: str, runs: list[dict[str, Any]]) -> list[str]:
     return [
         NAMES[name],
         str(len(runs)),
+        ", ".join(sorted({trained_in(run) for run in runs})),
         over_seeds(runs, "recovery"),
         format_interval(first.get("over_mot")),
         over_seeds(runs, "source_value"),
@@ -118,7 +125,17 @@ def row(name: str, runs: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-COLUMNS = ["translator", "seeds", "recovery", "over MoT", "source value", "content recovery", "cos K", "cos V"]
+COLUMNS = [
+    "translator",
+    "seeds",
+    "models",
+    "recovery",
+    "over MoT",
+    "source value",
+    "content recovery",
+    "cos K",
+    "cos V",
+]
 COLUMNS += ["cos attention", "router CV²", "router entropy", "parameters", "handoff / prefill"]
 
 

@@ -198,8 +198,8 @@ def test_page_of_the_papers_mode(results, tmp_path, monkeypatch):
     mot, single = (
         next(line for line in page.splitlines() if line.startswith(f"| {own}")) for own in ("MoT, the", "single")
     )
-    assert "| 2 | 0.60 (0.50 to 0.70) |" in mot and "0.31 | 0.52" in mot and "0.25 (0.25 to 0.25)" in mot
-    assert "| 1 | 0.70 [0.60, 0.80] | 0.10 [0.10, 0.10] | 0.25 [0.20, 0.30] |" in single
+    assert "| 2 | fp32 | 0.60 (0.50 to 0.70) |" in mot and "0.31 | 0.52" in mot and "0.25 (0.25 to 0.25)" in mot
+    assert "| 1 | fp32 | 0.70 [0.60, 0.80] | 0.10 [0.10, 0.10] | 0.25 [0.20, 0.30] |" in single
     assert "## Window 1-1" in page and "| Keys, cosine by layer | 1 | 2 |" in page
     first = next(run for run in json.loads((tmp_path / "all.json").read_text())["runs"] if run["name"] == "mot")
     assert "documents" not in first["result"] and first["result"]["versions"]
