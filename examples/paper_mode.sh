@@ -24,7 +24,7 @@ RUNS_THERE=${RUNS_THERE:-control mot-0 single-0 uniform-0 moe-0 closed-0}
 PAIR="--source ${SOURCE:-demo/smollm2-135m-instruct} --target ${TARGET:-demo/gemma-3-270m}"
 TRAIN=$(ls "$DATA"/text/train/*) VALID=$(ls "$DATA"/text/valid/*)
 RECIPE="--length 128 --context 64 --losses cc=1,pl=1 --batch-size 4 --accumulation 1"
-ARMS=native,no_context,translated,no_source,wrong_document,native_wrong_document
+ARMS=${ARMS:-native,no_context,translated,no_source,wrong_document,native_wrong_document}
 mkdir -p "$OUT"
 
 json() { python -c "import json, sys; value = json.load(open(sys.argv[1]))$2; print(value)" "$1"; }
