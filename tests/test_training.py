@@ -96,6 +96,46 @@ def test_plan_that_leaves_nothing_to_train_is_refused(pair, tmp_path):
         make_trainer(pair, make_args(tmp_path, replay="bottom:3"))
 
 
+@pytest.mark.parametrize("kind", ["text", "examples", "states"])
+def test_plan_that_leaves_a_context_nothing_to_translate_is_refused(pair, uneven, tmp_path, kind):
+    """The shortest context has 12 tokens and a BOS."""
+    model = make_translator(pair)
+    text = {"length": 40, "context_length": "13-20"}
+    text = TextDataset.from_args(make_documents(9), pair["target_tokenizer"], make_args(tmp_path, **text))
+    if kind == "states":
+        capture_states(uneven, model, **pair, folder=tmp_path / "states", progress=False)
+    data = {"text": text, "examples": uneven}.get(kind) or StatesDataset(tmp_path / "states", model.config)
+    message = "`replay` tokens:12 leaves nothing to translate of a context of 13 .*Choose tokens:11 or fewer"
+    for side in ("train_dataset", "eval_dataset"):
+        with pytest.raises(ValueError, match=message):
+            make_trainer(pair, make_args(tmp_path, replay="tokens:12"), model, **{"train_dataset": None, side: data})
+    make_trainer(pair, make_args(tmp_path, replay="tokens:11"), model, train_dataset=data).train()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"no_source": "translator"}, r"`no_source` reads the source's layers \[0, 2\]: it is no control"),
+        ({"no_source": "another"}, "`no_source` is the twin of another pair: `target` does not match"),
+        ({"no_source": "twin", "eval_documents": None}, "`no_source` has no effect without `eval_documents`"),
+        ({"source": None}, "`source` is required to measure recovery"),
+        ({"target": None}, "`target` is required to measure recovery"),
+        ({"args": {"replay": "tokens:10"}}, "`replay` is tokens:10, but a context of 10 target tokens has 9"),
+    ],
+)
+def test_what_cannot_measure_recovery_is_refused(pair, uneven, tmp_path, change, message):
+    other, twins = make_own("gpt2"), {"translator": make_translator(pair), None: None}
+    twins |= {"another": make_translator(other, ()), "twin": make_translator(pair, ())}
+    states, table = {"folder": tmp_path / "states", "progress": False}, pair["target"].get_input_embeddings()
+    capture_states(uneven, twins["translator"], **pair, **states)
+    captured = StatesDataset(tmp_path / "states", twins["translator"].config)
+    given = {"eval_documents": make_documents(4), "train_dataset": captured, **change}
+    given["no_source"] = twins[change.get("no_source")]
+    args = make_args(tmp_path, losses="cc", eval_context_length=10, **given.pop("args", {}))
+    with pytest.raises(ValueError, match=message):
+        make_trainer({**pair, **given}, args, twins["translator"], target_embeddings=table)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("plan", ["none", "full", "bottom:1+tokens:2"])
 def test_a_perfect_translation_costs_nothing(uneven, tmp_path, family, plan):

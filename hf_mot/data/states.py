@@ -1,6 +1,7 @@
 """Captured states as a dataset. The form on disk is described in `data.shards`, written by `data.capture`."""
 
 import bisect
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -89,6 +90,11 @@ class StatesDataset(Dataset):
         if self._columns is not None and self.source_layers:
             found["source_states"] = found["source_states"][:, self._columns]
         return found
+
+    @property
+    def least_context(self) -> int:
+        """Tokens of the shortest context, prefix included."""
+        return min(end - start for offsets, _ in self._offsets for start, end in itertools.pairwise(offsets))
 
     def token_ids(self) -> Iterator[torch.Tensor]:
         """The ids of all contexts, prompts and likeliest next tokens, a tensor of a shard after the other."""

@@ -138,15 +138,19 @@ def check_pair(
             contract = getattr(translator.config, side)
             check_model(contract, model, side)
             check_tokenizer(contract, tokenizer, f"{side}_tokenizer")
-    if no_source is None:
-        return
+    if no_source is not None:
+        check_twin(no_source, target)
+
+
+def check_twin(no_source: MoTModel, target: PreTrainedModel, allow_variant: bool = False) -> None:
+    """Refuses a twin that reads a source, or was made for another target. Raises `ValueError`."""
     if no_source.config.source_layers:
         raise ValueError(
             f"`no_source` reads the source's layers {no_source.config.source_layers}: it is no control. Pass the twin "
             "that the fit saved in OUT/no_source."
         )
     try:
-        check_model(no_source.config.target, target, "target")
+        check_model(no_source.config.target, target, "target", allow_variant)
     except ValueError as error:
         raise ValueError(f"`no_source` is the twin of another pair: {error}") from error
 

@@ -9,6 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_mot.contract_mot import special_prefix
 from hf_mot.data import read_documents
+from hf_mot.data.states import StatesDataset
+from hf_mot.replay_mot import ReplayPlan
 
 from .arguments import MoTTrainingArguments
 from .examples import TrainingExample, iterate_examples
@@ -83,6 +85,12 @@ class TextDataset(IterableDataset):
         }
         return cls(documents, tokenizer, **{**settings, **kwargs})
 
+    @property
+    def least_context(self) -> int:
+        """Tokens of the shortest context, prefix included."""
+        length = self.kwargs["context_length"]
+        return length if isinstance(length, int) else min(length)
+
     def head(self, count: int) -> list[TrainingExample]:
         """The first examples, at most `count`. They are kept: the first one costs a full shuffle buffer."""
         if len(self._head) < count:
@@ -100,3 +108,29 @@ class TextDataset(IterableDataset):
     def _pass(self, number: int) -> Iterator[TrainingExample]:
         examples = iterate_examples(self.documents, self.tokenizer, seed=self.seed + number, **self.kwargs)
         return itertools.islice(examples, self.limit)
+
+
+def check_contexts(dataset: Any, plan: ReplayPlan, prefix: int) -> None:
+    """
+    Refuses contexts that the target runs to their last token, where their lengths are known before text is read.
+
+    Args:
+        dataset: What is trained or evaluated on.
+        plan ([`ReplayPlan`]): What the target computes itself.
+        prefix (`int`): Special tokens that each context starts with, which are never translated.
+
+    Raises:
+        `ValueError`: names the shortest context.
+    """
+    if isinstance(dataset, TextDataset | StatesDataset):
+        shortest = dataset.least_context
+    elif isinstance(dataset, list) and dataset and isinstance(dataset[0], TrainingExample):
+        shortest = min(len(example.context_ids) for example in dataset)
+    else:
+        return
+    most = shortest - prefix - 1
+    if plan.tokens > most:
+        raise ValueError(
+            f"`replay` {plan} leaves nothing to translate of a context of {shortest} tokens, {prefix} of them special "
+            f"ones. Choose tokens:{most} or fewer, or longer contexts."
+        )

@@ -10,9 +10,47 @@ from hf_mot.contract_mot import special_prefix
 from hf_mot.data import iterate_documents
 from hf_mot.evaluation.arms import Models
 from hf_mot.evaluation.context_nll import CONTEXT_NLL, measure_documents
+from hf_mot.evaluation.settings import check_replay, check_twin
 from hf_mot.evaluation.store import ResultStore
 from hf_mot.evaluation.windows import check_context_length, cut_windows
 from hf_mot.modeling_mot import MoTModel
+from hf_mot.replay_mot import ReplayPlan
+
+
+def check_evaluation(
+    translator: MoTModel,
+    plan: ReplayPlan,
+    documents: Iterable[str] | None,
+    no_source: MoTModel | None,
+    source: PreTrainedModel | None,
+    target: PreTrainedModel | None,
+    context_length: int,
+    allow_variant: bool = False,
+) -> None:
+    """
+    Refuses what recovery and source value cannot be measured with. Arguments as in [`ContextEvaluation`].
+
+    Raises:
+        `ValueError`: a twin without documents, or that is no control of the translator; a model that is missing; a
+            plan of more tokens than the context has.
+    """
+    if documents is None:
+        if no_source is not None:
+            raise ValueError(
+                "`no_source` has no effect without `eval_documents`, on which the source value is measured. Give "
+                "both, or neither."
+            )
+        return
+    for name, model in (("target", target), ("source", source)):
+        if model is None and (name == "target" or translator.config.source_layers):
+            raise ValueError(
+                f"`{name}` is required to measure recovery on `eval_documents`, got None. Pass it with its tokenizer, "
+                "or leave the documents out."
+            )
+    check_replay(translator, str(plan), context_length)
+    if no_source is not None:
+        check_twin(no_source, target, allow_variant)
+        no_source.plan(plan)
 
 
 class ContextEvaluation:

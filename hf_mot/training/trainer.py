@@ -22,8 +22,8 @@ from .arguments import MoTTrainingArguments
 from .checkpoints import check_checkpoint, last_checkpoint, missing_folders, remove_empty
 from .collator import PairCollator
 from .comparison import Comparison, token_counts
-from .datasets import TextDataset
-from .evaluation import ContextEvaluation
+from .datasets import TextDataset, check_contexts
+from .evaluation import ContextEvaluation, check_evaluation
 from .losses import ON_PROMPT, native_variances, weighted_sum
 from .meter import Meter
 from .optimizer import set_linear_learning_rate, train_only
@@ -109,6 +109,10 @@ class MoTTrainer(Trainer):
         if not mot.injected_layers(plan):
             raise ValueError(f"`replay` {plan} runs every layer natively: nothing is left to train. Run fewer layers.")
         self.native_tokens = len(mot.config.target["prefix_ids"]) + plan.tokens
+        for part in data:
+            for dataset in part.values() if isinstance(part, dict) else [part]:
+                check_contexts(dataset, plan, len(mot.config.target["prefix_ids"]))
+        check_evaluation(mot, plan, eval_documents, no_source, source, target, args.eval_context_length, allow_variant)
         # What it is trained for is what it takes where none is given.
         if args.replay is not None or is_auto(mot.config.replay):
             mot.config.replay = str(plan)
