@@ -9,6 +9,7 @@ from hf_mot.cli import check_output_file, command_line, split_names
 from hf_mot.cli.fit import describe_file
 from hf_mot.cli.train import add_training_arguments, add_translator_arguments, training_arguments, translator_settings
 
+_NO_EFFECT = ("start", "best", "no_source", "twin", "sensitivity", "sensitivity_power", "save_steps", "eval_steps")
 HELP = "find the target layers that are best translated, by short trainings"
 
 
@@ -30,11 +31,16 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("`--eval-text` is missing: windows are compared on held-out text. Give it.")
     if Path(args.out).is_file():
         raise ValueError(f"`--out` must be a folder, but {args.out} is a file. Give another name.")
-    for name in ("start", "best", "no_source"):
-        if getattr(args, name) is not None:
+    for name in _NO_EFFECT:
+        if getattr(args, name) is not None and getattr(args, name) is not False:
             raise ValueError(f"`--{name.replace('_', '-')}` has no effect on a search (see --starts). Leave it out.")
     starts = _numbers(args.starts)
     settings = translator_settings(args)
+    if any(field.startswith("num_translators=") for field in args.config):
+        raise ValueError(
+            f"`num_translators` {settings['num_translators']} cannot be searched: each window is judged by a single "
+            "translator. Leave it out."
+        )
     if args.layers is not None:
         settings["num_source_layers"] = args.layers
 
@@ -110,6 +116,9 @@ def format_windows(report: dict[str, Any], out: str) -> str:
 
 def _numbers(given: str | None) -> list[int] | None:
     try:
-        return None if given is None else [int(number) for number in split_names(given)]
+        numbers = None if given is None else [int(number) for number in split_names(given)]
     except ValueError:
         raise ValueError(f"`--starts` must be layer numbers with commas between, got {given!r}.") from None
+    if numbers == []:
+        raise ValueError(f"`--starts` names no layer, got {given!r}. Give some, or leave it out to try every one.")
+    return numbers

@@ -34,7 +34,9 @@ def add_translator_arguments(parser: argparse.ArgumentParser) -> None:
     """What is trained."""
     parser.add_argument("--method", metavar="M", help="mot, mlp or reduced_rank [as --init, or mot]")
     parser.add_argument("--preset", metavar="NAME", help="paper: the literal Mixture-of-Translators, ratio 0.3")
-    parser.add_argument("--channel-ratio", type=float, metavar="X", help="share of the layers translated [1]")
+    parser.add_argument(
+        "--channel-ratio", type=float, metavar="X", help="share of the layers translated [1, searched 0.3]"
+    )
     parser.add_argument("--start", type=int, metavar="L", help="lowest target layer that is translated [0]")
     parser.add_argument("--mapping", metavar="M", help="layers are paired by depth_ratio or terminal [depth_ratio]")
     parser.add_argument("--layers", type=int, metavar="N", help="read N source layers, evenly spaced [one a channel]")
@@ -72,9 +74,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "--sensitivity-power", type=float, metavar="P", help="exponent of the weights that this gives, 0 for none [1]"
     )
     parser.add_argument("--eval-text", nargs="+", metavar="FILE", help="held-out text to measure on in between")
-    parser.add_argument(
-        "--eval-steps", type=int, default=100, metavar="N", help="steps between two measurements [100]"
-    )
+    parser.add_argument("--eval-steps", type=int, metavar="N", help="steps between two measurements [100]")
     parser.add_argument("--eval-context", type=int, metavar="C", help="tokens of context where recovery is [256]")
     parser.add_argument("--eval-limit", type=int, metavar="N", help="held-out documents, at most [32]")
     parser.add_argument("--no-source", metavar="DIR", help="twin without source, for the source value")
@@ -82,7 +82,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "--twin", action="store_true", help=f"first train the twin without source, alike, in DIR/{TWIN}: takes as long"
     )
     parser.add_argument("--best", metavar="METRIC", help="keep the best checkpoint by loss, recovery or source_value")
-    parser.add_argument("--save-steps", type=int, default=50, metavar="N", help="steps between checkpoints [50]")
+    parser.add_argument("--save-steps", type=int, metavar="N", help="steps between checkpoints [50]")
     parser.add_argument("--report-to", default="none", metavar="NAME", help="also log to tensorboard, … [none]")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of weights and order [0]")
     parser.add_argument("--dtype", default="float32", help="dtype of both models, e.g. bfloat16 [float32]")
@@ -206,9 +206,12 @@ def twin_arguments(args: argparse.Namespace) -> argparse.Namespace:
 
 def translator_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The channel window and the config's fields that the command line gives."""
+    from hf_mot.channels_mot import MAPPINGS
     from hf_mot.configuration_mot import METHODS, PAPER
 
     settings: dict[str, Any] = {}
+    if args.mapping is not None:
+        check_choice(args.mapping, list(MAPPINGS), "--mapping")
     if args.preset is not None:
         check_choice(args.preset, ["paper"], "--preset")
         settings |= {**PAPER, "channel_ratio": 0.3}
@@ -265,6 +268,8 @@ def training_arguments(args: argparse.Namespace) -> Any:
         "eval_limit": args.eval_limit,
     }
     options = {name: value for name, value in options.items() if value is not None}
+    save_steps = 50 if args.save_steps is None else args.save_steps
+    eval_steps = 100 if args.eval_steps is None else args.eval_steps
     if args.best is not None:
         check_choice(args.best, ("loss", "recovery", "source_value"), "--best")
         if args.eval_text is None or (args.best == "source_value" and args.no_source is None and not args.twin):
@@ -272,13 +277,13 @@ def training_arguments(args: argparse.Namespace) -> Any:
             raise ValueError(f"`--best` {args.best} needs `{needed}`, to be measured. Give it, or leave --best out.")
         # A checkpoint can be kept as the best one only if it was measured.
         options |= {"metric_for_best_model": args.best, "load_best_model_at_end": True}
-        args.save_steps = args.eval_steps
+        save_steps = eval_steps
     return MoTTrainingArguments(
         os.path.join(args.out, CHECKPOINTS),
-        save_steps=args.save_steps,
+        save_steps=save_steps,
         save_total_limit=2,
         eval_strategy="no" if args.eval_text is None else "steps",
-        eval_steps=args.eval_steps,
+        eval_steps=eval_steps,
         report_to=args.report_to,
         seed=args.seed,
         bf16=args.bf16,

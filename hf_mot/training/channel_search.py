@@ -14,6 +14,8 @@ from hf_mot.versions import versions
 from .start import new_translator
 
 WINDOWS, PROXY = "windows", "proxy"
+# Fields that choose the target's layers themselves.
+FIXED = ("target_layers", "target_hidden_layer", "resume_layer")
 
 
 def search_channels(
@@ -50,10 +52,21 @@ def search_channels(
         `dict`: `windows`, each with its `start`, layers and figures; `best`, that with the smallest loss.
 
     Raises:
-        ValueError: a window out of range, or results of another pair or other settings.
+        ValueError: a window out of range, or a single one; fields that choose the target's layers themselves; results
+            of another pair or other settings.
     """
     depths = [len(contracts[side]["geometry"]["layers"]) for side in ("source", "target")]
+    for name in FIXED:
+        if fields.get(name) is not None:
+            raise ValueError(
+                f"`{name}` {fields[name]} cannot be searched: it chooses the target's layers itself. Leave it out."
+            )
     possible = [window[0] for window in candidate_windows(window_size(channel_ratio, *depths), depths[1])]
+    if len(possible) == 1:
+        raise ValueError(
+            f"`channel_ratio` {channel_ratio} leaves a single window: there is nothing to search. "
+            "Choose a smaller one."
+        )
     starts = possible if starts is None else list(dict.fromkeys(starts))
     for start in starts:
         if start not in possible:
