@@ -182,6 +182,8 @@ def test_train_on_captured_states_does_not_load_the_source(folder, command, tmp_
     assert not {"length", "context_length", "copy_share"} & report["settings"].keys()  # those are the capture's
     with pytest.raises(ValueError, match="`--length` has no effect with `--states`"):
         main([*arguments, *options, "--length", "40", "--out", str(tmp_path / "other"), "--debug"])
+    other = [*arguments, *options, "--out", str(tmp_path / "other")]
+    assert "`--lines` has no effect with `--states`" in fails(capsys, [*other, "--lines"])
 
 
 @pytest.mark.parametrize(
@@ -196,14 +198,48 @@ def test_train_on_captured_states_does_not_load_the_source(folder, command, tmp_
         (["--best", "recovery"], "`--best` recovery needs `--eval-text`"),
         (["--length", "2000", "--context", "1900"], "`documents` holds no document of 1900 + 100 target tokens"),
         (["--sensitivity-power", "2"], "`--sensitivity-power` has no effect without `--sensitivity`"),
+        (["--eval-context", "24"], "`--eval-context` has no effect without `--eval-text`"),
+        (["--eval-limit", "8"], "`--eval-limit` has no effect without `--eval-text`"),
+        (["--eval-steps", "8"], "`--eval-steps` has no effect without `--eval-text`"),
+        (["--no-source", "x"], "`--no-source` has no effect without `--eval-text`"),
+        (
+            ["--eval-text", "valid.txt", "--best", "loss", "--save-steps", "1"],
+            "`--save-steps` has no effect with `--best`",
+        ),
+        (["--twin", "--start", "1"], "`--start` is for a new translator, but `--init` has its layers"),
+        (["--max-steps", "0"], "`--max-steps` must be 1 step or more, got 0"),
+        (["--save-steps", "0"], "`--save-steps` must be 1 step or more, got 0"),
+        (["--batch-size", "0"], "`per_device_train_batch_size` must be 1 or more, got 0"),
+        (["--accumulation", "0"], "`gradient_accumulation_steps` must be"),
+        (["--learning-rate", "nan"], "`learning_rate` must be a number of 0 or more, got nan"),
+        (["--linear-learning-rate", "-1"], "`linear_learning_rate` must be"),
+        (["--eval-text", "valid.txt", "--eval-limit", "0"], "`eval_limit` must be"),
+        (["--eval-text", "valid.txt", "--eval-steps", "0"], "`--eval-steps` must be 1 step or more, got 0"),
+        (["--losses", "cc=inf"], "`losses` must have weights of 0 or more, and finite"),
+        (["--replay", "full", "--config", "replay=none"], "`--config` gives `replay` again, after `--replay`"),
         (["--text", "nowhere.txt"], "nowhere.txt, which does not exist"),
         (["--replay", "uncertain:3"], "no loss would reach these. Train with replay='none'"),
     ],
 )
-def test_train_refuses_bad_arguments_before_any_step(command, tmp_path, capsys, monkeypatch, change, message):
+def test_train_refuses_bad_arguments_before_any_step(folder, command, tmp_path, capsys, monkeypatch, change, message):
     monkeypatch.setattr(MoTTrainer, "train", None)
+    monkeypatch.chdir(folder)
     assert message in fails(capsys, [*command, "--out", str(tmp_path / "out"), *change])
     assert not any(tmp_path.iterdir())
+
+
+def test_a_window_that_other_options_choose_already_is_refused(command, tmp_path, capsys):
+    start = command.index("--init")
+    command = [*command[:start], *command[start + 2 :], "--out", str(tmp_path / "out")]
+    for options, again in (
+        (["--layers", "2", "--config", "source_layers=[0]"], "`source_layers` again, after `--layers`"),
+        (["--start", "1", "--config", "target_layers=[0]"], "`target_layers` again, after `--start`"),
+        (
+            ["--channel-ratio", "0.3", "--config", "target_layers=[0]"],
+            "`target_layers` again, after `--channel-ratio`",
+        ),
+    ):
+        assert again in fails(capsys, [*command, *options])
 
 
 def test_train_overwrites_checkpoints_alone(command, tmp_path, capsys):
@@ -351,7 +387,7 @@ def test_search_tries_every_window_and_goes_on_where_it_was_killed(search, tmp_p
             "`--mapping` is 'depth'. Did you mean depth_ratio?",
         ),
         (["--channel-ratio", "1"], "`channel_ratio` 1.0 leaves a single window: there is nothing to search"),
-        (["--config", "target_layers=[0]"], "`target_layers` [0] cannot be searched"),
+        (["--config", "target_layers=[0]"], "`--config` gives `target_layers` again"),
         (["--config", "target_hidden_layer=0"], "`target_hidden_layer` 0 cannot be searched"),
         (["--config", "resume_layer=2"], "`resume_layer` 2 cannot be searched"),
         (["--config", "num_translators=2"], "`num_translators` 2 cannot be searched"),

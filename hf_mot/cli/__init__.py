@@ -85,6 +85,12 @@ def read_json(path: str, argument: str) -> dict[str, Any]:
     return value
 
 
+def given_options(args: argparse.Namespace, *names: str) -> list[str]:
+    """Those of some options that are given, as they are written on the command line."""
+    given = [name for name in names if getattr(args, name) is not None and getattr(args, name) is not False]
+    return ["--" + name.replace("_", "-") for name in given]
+
+
 def split_names(given: str | None) -> list[str]:
     """The names in a list with commas."""
     return [name.strip() for name in (given or "").split(",") if name.strip()]

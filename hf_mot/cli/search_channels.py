@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hf_mot.cli import check_output_file, command_line, split_names
+from hf_mot.cli import check_output_file, command_line, given_options, split_names
 from hf_mot.cli.fit import describe_file
 from hf_mot.cli.train import add_training_arguments, add_translator_arguments, training_arguments, translator_settings
 
@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("`--eval-text` is missing: windows are compared on held-out text. Give it.")
     if Path(args.out).is_file():
         raise ValueError(f"`--out` must be a folder, but {args.out} is a file. Give another name.")
-    for name in _NO_EFFECT:
-        if getattr(args, name) is not None and getattr(args, name) is not False:
-            raise ValueError(f"`--{name.replace('_', '-')}` has no effect on a search (see --starts). Leave it out.")
+    given = given_options(args, *_NO_EFFECT)
+    if given:
+        raise ValueError(f"`{given[0]}` has no effect on a search (see --starts). Leave it out.")
     starts = _numbers(args.starts)
     settings = translator_settings(args)
     if any(field.startswith("num_translators=") for field in args.config):

@@ -8,12 +8,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hf_mot.cli import PLANS, check_choice, check_output_file, command_line, read_json
+from hf_mot.cli import PLANS, check_choice, check_output_file, command_line, given_options, read_json
 from hf_mot.cli.fit import describe_file
 
 HELP = "train a translator for two models on text files, or on captured states"
 CHECKPOINTS = "checkpoints"
 TWIN = "no_source"
+# Options that choose a field of the config.
+_CHOSEN_BY = {
+    **{"method": "method", "replay": "replay", "layers": "source_layers"},
+    **{"start": "target_layers", "channel_ratio": "target_layers"},
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,15 +100,7 @@ def run(args: argparse.Namespace) -> int:
     check_output_file(args.json, "--json")
     _check_out(args)
     sensitivity = None if args.sensitivity is None else read_json(args.sensitivity, "--sensitivity")
-    if sensitivity is None and args.sensitivity_power is not None:
-        raise ValueError("`--sensitivity-power` has no effect without `--sensitivity`. Give both, or neither.")
-    of_text = {"--length": args.length, "--context": args.context, "--copy-share": args.copy_share}
-    given = [name for name, value in of_text.items() if value is not None]
-    if args.states is not None and args.eval_text is None and given:
-        raise ValueError(
-            f"`{given[0]}` has no effect with `--states`: captured examples have lengths and prompts of their own. "
-            "Leave it out, or give it to hf-mot capture."
-        )
+    _check_options(args)
     if args.twin:
         twin = twin_arguments(args)
         run(twin)
@@ -126,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
     states = None if args.states is None else StatesDataset(args.states)
     # Small steps are lost in the bf16 that a translator may be published in.
     init = None if args.init is None else load_translator(args.init).float()
-    no_source = None if args.no_source is None else load_translator(args.no_source)
+    # A twin that was trained alike is not measured without text.
+    no_source = None if held_out is None or args.no_source is None else load_translator(args.no_source)
     pair = {"target": load_model(args.target, dtype=args.dtype), "target_tokenizer": load_tokenizer(args.target)}
     if states is None or held_out is not None:  # captured states stand for the source
         pair |= {"source": load_model(args.source, dtype=args.dtype), "source_tokenizer": load_tokenizer(args.source)}
@@ -184,12 +182,36 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuses options that have no effect beside the others, or without them."""
+    if args.sensitivity is None and args.sensitivity_power is not None:
+        raise ValueError("`--sensitivity-power` has no effect without `--sensitivity`. Give both, or neither.")
+    if args.twin and args.no_source is not None:
+        raise ValueError("`--twin` trains the twin that `--no-source` names. Leave one of them out.")
+    if args.eval_text is None:
+        given = given_options(args, "eval_steps", "eval_context", "eval_limit", "no_source")
+        if given:
+            raise ValueError(f"`{given[0]}` has no effect without `--eval-text`. Give both, or neither.")
+        given = given_options(args, "length", "context", "copy_share", "lines")
+        if args.states is not None and given:
+            raise ValueError(
+                f"`{given[0]}` has no effect with `--states`: captured examples have lengths and prompts of their "
+                "own. Leave it out, or give it to hf-mot capture."
+            )
+    if args.best is not None and args.save_steps is not None:
+        raise ValueError(
+            "`--save-steps` has no effect with `--best`: a checkpoint is kept whenever it is measured. Give "
+            "`--eval-steps` alone."
+        )
+    given = given_options(args, "preset", "channel_ratio", "start", "mapping", "layers")
+    if args.init is not None and given:
+        raise ValueError(f"`{given[0]}` is for a new translator, but `--init` has its layers. Leave one of them out.")
+
+
 def twin_arguments(args: argparse.Namespace) -> argparse.Namespace:
     """The same training of a translator without source. Raises `ValueError` if `--init` has none to start from."""
     twin = argparse.Namespace(**vars(args))
     twin.out, twin.twin, twin.json, twin.layers = os.path.join(args.out, TWIN), False, None, None
-    if args.no_source is not None:
-        raise ValueError("`--twin` trains the twin that `--no-source` names. Leave one of them out.")
     if args.init is None:
         twin.config = [*args.config, "source_layers=[]"]
     else:
@@ -220,7 +242,13 @@ def translator_settings(args: argparse.Namespace) -> dict[str, Any]:
         settings["method"] = args.method
     given = {"channel_ratio": args.channel_ratio, "start": args.start, "mapping": args.mapping}
     given |= {"replay": args.replay}
-    return settings | {key: value for key, value in given.items() if value is not None} | _fields(args.config)
+    fields = _fields(args.config)
+    for option, field in _CHOSEN_BY.items():
+        if field in fields and getattr(args, option) is not None:
+            raise ValueError(
+                f"`--config` gives `{field}` again, after `{given_options(args, option)[0]}`. Leave one of them out."
+            )
+    return settings | {key: value for key, value in given.items() if value is not None} | fields
 
 
 def _translator(args: argparse.Namespace, pair: dict[str, Any], states: Any, init: Any, settings: dict[str, Any]):
@@ -228,13 +256,6 @@ def _translator(args: argparse.Namespace, pair: dict[str, Any], states: Any, ini
     from hf_mot.training.start import continue_from, new_translator, pair_contracts
 
     if init is not None:
-        window = {"preset": args.preset, "channel-ratio": args.channel_ratio, "start": args.start}
-        window |= {"mapping": args.mapping, "layers": args.layers}
-        given = [f"--{name}" for name, value in window.items() if value is not None]
-        if given:
-            raise ValueError(
-                f"`{given[0]}` is for a new translator, but `--init` has its layers. Leave one of them out."
-            )
         return continue_from(init, seed=args.seed, **settings)
     layers = {} if args.layers is None else {"num_source_layers": args.layers}
     if states is None:
@@ -270,6 +291,10 @@ def training_arguments(args: argparse.Namespace) -> Any:
     options = {name: value for name, value in options.items() if value is not None}
     save_steps = 50 if args.save_steps is None else args.save_steps
     eval_steps = 100 if args.eval_steps is None else args.eval_steps
+    steps = {"--max-steps": args.max_steps, "--save-steps": save_steps, "--eval-steps": eval_steps}
+    for name, value in steps.items():
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be 1 step or more, got {value}.")
     if args.best is not None:
         check_choice(args.best, ("loss", "recovery", "source_value"), "--best")
         if args.eval_text is None or (args.best == "source_value" and args.no_source is None and not args.twin):

@@ -1,5 +1,6 @@
 """What a training run is told. The defaults are the paper's recipe (E.1)."""
 
+import math
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
@@ -56,7 +57,8 @@ class MoTTrainingArguments(TrainingArguments):
             Documents it is measured on, at most.
 
     Raises:
-        `ValueError`: losses, lengths or a plan that cannot be read, a vocabulary that is empty or for no loss.
+        `ValueError`: losses, lengths or a plan that cannot be read, sizes below 1, learning rates below 0, a
+            vocabulary that is empty or for no loss.
     """
 
     max_steps: int = field(default=500, metadata={"help": "Optimizer steps."})
@@ -86,6 +88,7 @@ class MoTTrainingArguments(TrainingArguments):
         self.losses = parse_losses({"cc": 1.0, "pl": 1.0} if self.losses is None else self.losses)
         if self.replay is not None:
             ReplayPlan.parse(self.replay)
+        self._check_numbers()
         if self.vocabulary_size is not None:
             self._check_vocabulary_size()
         self.context_range  # noqa: B018  reads it, and refuses what it cannot
@@ -95,6 +98,16 @@ class MoTTrainingArguments(TrainingArguments):
         # Batches hold names, which one process cannot send to the others: each reads its own share.
         if self.accelerator_config.dispatch_batches is None:
             self.accelerator_config.dispatch_batches = False
+
+    def _check_numbers(self) -> None:
+        counts = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+        for name in (*counts, "eval_limit"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be 1 or more, got {getattr(self, name)}.")
+        for name in ("learning_rate", "linear_learning_rate"):
+            rate = getattr(self, name)
+            if rate is not None and not 0 <= rate < math.inf:
+                raise ValueError(f"`{name}` must be a number of 0 or more, got {rate}.")
 
     def _check_vocabulary_size(self) -> None:
         if self.vocabulary_size < 1:

@@ -5,6 +5,7 @@ Shapes: keys and values are `[batch, kv_heads, seq, head_dim]`, one pair a compa
 `[scored tokens, vocab]`. Every loss is a mean over what it compares, so its size does not depend on the batch's.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -175,8 +176,8 @@ def check_losses(weights: dict[str, float]) -> None:
     unknown = sorted(set(weights) - set(LOSSES))
     if unknown:
         raise ValueError(f"`losses` names {unknown[0]!r}, which is none of {', '.join(LOSSES)}.")
-    if not all(weight >= 0 for weight in weights.values()) or not any(weights.values()):
-        raise ValueError(f"`losses` must have weights of 0 or more, at least one above 0, got {weights}.")
+    if not all(0 <= weight < math.inf for weight in weights.values()) or not any(weights.values()):
+        raise ValueError(f"`losses` must have weights of 0 or more, and finite, at least one above 0, got {weights}.")
 
 
 def weighted_sum(
