@@ -356,6 +356,47 @@ def test_checkpoint_of_another_translator_is_refused(pair, tmp_path):
         make_trainer(other, args).train(resume_from_checkpoint=True)
 
 
+def test_adapters_checkpoint_of_another_translator_is_refused(pair, tmp_path):
+    def adapted(own, **changes):
+        return peft.get_peft_model(
+            make_translator(own, **changes), peft.LoraConfig(target_modules=["up"], r=2, init_lora_weights=False)
+        )
+
+    args = make_args(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    trainer = make_trainer(pair, args, adapted(pair))
+    trainer.train()
+    make_trainer(pair, args, adapted(pair)).train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="is of another translator: `source_window` is 1, expected 2"):
+        model = make_translator(pair)
+        model.config.source_window = 2  # of the same weights
+        lora = peft.get_peft_model(model, peft.LoraConfig(target_modules=["up"], r=2))
+        make_trainer(pair, args, lora).train(resume_from_checkpoint=True)
+    other = make_pair(source="gpt2")
+    with pytest.raises(ValueError, match="is of another translator: `source.model_type` is 'llama', expected 'gpt2'"):
+        make_trainer(other, args, adapted(other)).train(resume_from_checkpoint=True)
+    loaded = peft.PeftModel.from_pretrained(make_translator(pair), str(tmp_path / "checkpoint-1"))
+    assert same(loaded.state_dict(), {name: weight for name, weight in trainer.model.state_dict().items()})
+
+
+def test_checkpoint_that_is_further_than_the_run_goes_is_refused(pair, tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(pair, make_args(tmp_path, max_steps=2, **saved)).train()
+    again = make_trainer(pair, make_args(tmp_path, max_steps=2, **saved))
+    again.train(resume_from_checkpoint=True)  # it is done
+    assert again.report()["training"]["steps"] == 2 and not (tmp_path / "checkpoint-3").exists()
+    with pytest.raises(ValueError, match="`max_steps` is 1, but the checkpoint .*checkpoint-2 has made 2 already"):
+        make_trainer(pair, make_args(tmp_path, max_steps=1, **saved)).train(resume_from_checkpoint=True)
+
+
+def test_checkpoint_of_more_processes_is_refused(pair, tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(pair, make_args(tmp_path, max_steps=1, **saved)).train()
+    path = tmp_path / "checkpoint-1" / "fit_report.json"
+    path.write_text(path.read_text().replace('"processes": 1', '"processes": 4'))
+    with pytest.raises(ValueError, match="checkpoint-1 was made by 4 processes, but this run has 1. .* as many"):
+        make_trainer(pair, make_args(tmp_path, max_steps=2, **saved)).train(resume_from_checkpoint=True)
+
+
 def test_a_checkpoint_from_before_a_field_of_the_config_goes_on(pair, tmp_path):
     saved = {"save_strategy": "steps", "save_steps": 1}
     make_trainer(pair, make_args(tmp_path, max_steps=1, **saved)).train()

@@ -86,6 +86,7 @@ def test_train_trains_a_twin_alike_that_reads_no_source(folder, command, tmp_pat
     assert mot.fit_report["training"]["settings"] == twin.fit_report["training"]["settings"]
     before = twin.state_dict()
     assert main(command) == 0  # both are done: nothing is trained again
+    assert MoTModel.from_pretrained(out).fit_report["training"]["steps"] == 2
     assert all(
         torch.equal(w, before[name]) for name, w in MoTModel.from_pretrained(out / "no_source").state_dict().items()
     )
@@ -134,6 +135,8 @@ def test_train_goes_on_where_it_was_killed(command, tmp_path, capsys, monkeypatc
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     message = fails(capsys, [*command, "--out", str(tmp_path / "killed"), "--losses", "pl"])
     assert "was made with other settings: `settings.losses.cc` is 1.0, expected None. Resume with" in message
+    message = fails(capsys, [part for part in [*command, "--out", str(tmp_path / "killed")] if part != "--lines"])
+    assert "was made with other settings: `lines` is True, expected False" in message
     for name in ("killed", "whole"):
         assert main([*command, "--out", str(tmp_path / name)]) == 0
     killed, whole = (MoTModel.from_pretrained(tmp_path / name).state_dict() for name in ("killed", "whole"))

@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
         layer_weights=layer_weights,
         **pair,
     )
-    trainer.facts = {"corpus": corpus, "command": command_line(args.argv)}
+    trainer.facts = {"corpus": corpus, "lines": args.lines, "command": command_line(args.argv)}
     if args.overwrite:  # what the trainer refuses must not cost the checkpoints
         shutil.rmtree(training.output_dir, ignore_errors=True)
     checkpoint = last_checkpoint(training.output_dir)

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import CONFIG_NAME
 
 from hf_mot.modeling_mot import MoTModel
 from hf_mot.pretrained_mot import FIT_REPORT
+
+BASE_CONFIG = "translator_config.json"  # of the translator below an adapter
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
@@ -40,15 +43,24 @@ def remove_empty(folders: Iterable[Path]) -> None:
             folder.rmdir()
 
 
+def save_base(folder: str | Path, model: MoTModel) -> None:
+    """Writes beside an adapter what the translator below it is, and how it was trained: its own files say neither."""
+    text = json.dumps(model.config.to_dict(), indent=2, default=str)
+    (Path(folder) / BASE_CONFIG).write_text(text + "\n", encoding="utf-8")
+    text = json.dumps(model.fit_report, indent=2, ensure_ascii=False)
+    (Path(folder) / FIT_REPORT).write_text(text + "\n", encoding="utf-8")
+
+
 def check_checkpoint(checkpoint: str | Path, model: MoTModel) -> None:
     """
-    Refuses a checkpoint of another pair, or of a translator of another form.
+    Refuses a checkpoint of another pair, or of a translator of another form, also below an adapter.
 
     Raises:
         `ValueError`: names the first field that differs, what was expected and what came.
     """
-    path = Path(checkpoint) / "config.json"
-    if not path.is_file():  # of an adapter, whose base is the model at hand
+    paths = [Path(checkpoint) / name for name in (CONFIG_NAME, BASE_CONFIG)]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:  # no checkpoint, which the trainer says
         return
     found = json.loads(path.read_text(encoding="utf-8"))
     expected = json.loads(json.dumps(model.config.to_dict(), default=str))
@@ -62,6 +74,28 @@ def check_checkpoint(checkpoint: str | Path, model: MoTModel) -> None:
     )
 
 
+def check_progress(checkpoint: str | Path, max_steps: int, processes: int) -> None:
+    """
+    Refuses to go on from a checkpoint with fewer steps in all than it has made, or by another number of processes.
+
+    Raises:
+        `ValueError`: names what was expected and what came.
+    """
+    path = Path(checkpoint) / TRAINER_STATE_NAME
+    steps = json.loads(path.read_text(encoding="utf-8"))["global_step"] if path.is_file() else 0
+    if 0 < max_steps < steps:
+        raise ValueError(
+            f"`max_steps` is {max_steps}, but the checkpoint {checkpoint} has made {steps} already. Give as many or "
+            "more, or start anew in another folder."
+        )
+    made_by = _training(checkpoint).get("processes", processes)
+    if made_by != processes:
+        raise ValueError(
+            f"The checkpoint {checkpoint} was made by {made_by} processes, but this run has {processes}. Resume with "
+            "as many, which share out the examples alike, or start anew in another folder."
+        )
+
+
 def check_run(checkpoint: str | Path, report: dict[str, Any]) -> None:
     """
     Refuses to go on from a checkpoint with other settings, plan or text than it was made with.
@@ -73,17 +107,22 @@ def check_run(checkpoint: str | Path, report: dict[str, Any]) -> None:
     Raises:
         `ValueError`: names the first setting that differs, what was expected and what came.
     """
-    path = Path(checkpoint) / FIT_REPORT
-    if not path.is_file():
+    found = _training(checkpoint)
+    if not found:
         return
-    found = json.loads(path.read_text(encoding="utf-8")).get("training", {})
-    compared = ("settings", "replay", "corpus")
+    compared = ("settings", "replay", "corpus", "lines")
     _refuse_difference(
         {name: found.get(name) for name in compared},
         {name: json.loads(json.dumps(report.get(name))) for name in compared},
         f"The checkpoint {checkpoint} was made with other settings",
         "Resume with the same ones",
     )
+
+
+def _training(checkpoint: str | Path) -> dict[str, Any]:
+    """How a checkpoint was trained, as far as it says so."""
+    path = Path(checkpoint) / FIT_REPORT
+    return json.loads(path.read_text(encoding="utf-8")).get("training", {}) if path.is_file() else {}
 
 
 def _refuse_difference(found: dict[str, Any], expected: dict[str, Any], what: str, way_out: str) -> None:

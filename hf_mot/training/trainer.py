@@ -19,7 +19,7 @@ from hf_mot.modeling_mot import MoTModel
 from hf_mot.replay_auto_mot import is_auto
 
 from .arguments import MoTTrainingArguments
-from .checkpoints import check_checkpoint, last_checkpoint, missing_folders, remove_empty
+from .checkpoints import check_checkpoint, check_progress, last_checkpoint, missing_folders, remove_empty, save_base
 from .collator import PairCollator
 from .comparison import Comparison, token_counts
 from .datasets import TextDataset, check_contexts
@@ -252,6 +252,8 @@ class MoTTrainer(Trainer):
         """Saves the translator, with how it was trained in its fit report."""
         self.translator.fit_report = self.report()
         super().save_model(output_dir, _internal_call)
+        if self.args.should_save and self.translator is not self.accelerator.unwrap_model(self.model):
+            save_base(self.args.output_dir if output_dir is None else output_dir, self.translator)
 
     def report(self) -> dict[str, Any]:
         """The translator's fit report, with how it was trained: settings, steps, tokens, losses, seconds, versions."""
@@ -263,8 +265,15 @@ class MoTTrainer(Trainer):
             training["settings"]["layer_weights"] = list(self.comparison.layer_weights)
         return {**report, "training": {**training, **self.facts}}
 
+    def _run_epoch(self, *args, **kwargs):
+        """As in the Trainer, which makes one step more when a run is resumed that has made all of its own."""
+        if self.state.global_step < self.state.max_steps:
+            return super()._run_epoch(*args, **kwargs)
+        self.control.should_training_stop = True
+
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         check_checkpoint(resume_from_checkpoint, self.translator)
+        check_progress(resume_from_checkpoint, self.args.max_steps, self.args.world_size)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _native_variances(self) -> dict[str, list[float]]:
