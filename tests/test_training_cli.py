@@ -187,6 +187,12 @@ def test_train_on_captured_states_does_not_load_the_source(folder, command, tmp_
         main([*arguments, *options, "--length", "40", "--out", str(tmp_path / "other"), "--debug"])
     other = [*arguments, *options, "--out", str(tmp_path / "other")]
     assert "`--lines` has no effect with `--states`" in fails(capsys, [*other, "--lines"])
+    message = f"`--source` {folder / 'target'} is not the model whose states {tmp_path / 'states'} holds"
+    assert message in fails(capsys, [*other, "--source", str(folder / "target")])
+    index = tmp_path / "states" / "index.json"
+    index.write_text(index.read_text().replace('"id": null', '"id": "org/one"'))
+    message = f"`--source` org/two is not the model whose states {tmp_path / 'states'} holds, org/one"
+    assert message in fails(capsys, [*other, "--source", "org/two"])
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     text = None if args.text is None else TextFiles(args.text, args.lines)
     held_out = None if args.eval_text is None else TextFiles(args.eval_text, args.lines)
     states = None if args.states is None else StatesDataset(args.states)
+    if states is not None and held_out is None:
+        _check_source(args, states)
     # Small steps are lost in the bf16 that a translator may be published in.
     init = None if args.init is None else load_translator(args.init).float()
     # A twin that was trained alike is not measured without text.
@@ -206,6 +208,23 @@ def _check_options(args: argparse.Namespace) -> None:
     given = given_options(args, "preset", "channel_ratio", "start", "mapping", "layers")
     if args.init is not None and given:
         raise ValueError(f"`{given[0]}` is for a new translator, but `--init` has its layers. Leave one of them out.")
+
+
+def _check_source(args: argparse.Namespace, states: Any) -> None:
+    """Refuses another source than that of captured states, which stand for it, so that it is not loaded."""
+    from hf_mot.contract_mot import check_tokenizer
+    from hf_mot.hub.resolve import load_tokenizer
+
+    contract = states.index["source"]
+    if args.source == contract["id"]:
+        return
+    named = f"`--source` {args.source} is not the model whose states {args.states} holds"
+    if contract["id"] is not None and not os.path.exists(args.source):
+        raise ValueError(f"{named}, {contract['id']}. Name that one, or capture the states of yours.")
+    try:
+        check_tokenizer(contract, load_tokenizer(args.source), "source_tokenizer")
+    except ValueError as error:
+        raise ValueError(f"{named}: {error}") from error
 
 
 def twin_arguments(args: argparse.Namespace) -> argparse.Namespace:
