@@ -281,6 +281,8 @@ def test_weighted_sum_names_its_parts_and_leaves_out_those_of_weight_zero():
         ({"cc": -1.0}, None, "`losses` must have weights"),
         ({"key_attention": 1.0}, None, "The loss 'key_attention' needs `query_states`, which is None"),
         ({"cc": 1.0}, [1.0], "`layer_weights` must have a weight for each of the 3 layers, got 1"),
+        ({"cc": 1.0}, [2.0, -0.5, 1.0], "`layer_weights` must be finite and 0 or more, got -0.5 for layer 1"),
+        ({"cc": 1.0}, [(1.0, float("nan"))] * 3, "`layer_weights` must be finite and 0 or more, got .* for layer 0"),
         ({"cc": 1.0}, [0.0] * 3, "`layer_weights` leave no layer to compare"),
     ],
 )

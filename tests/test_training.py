@@ -252,6 +252,23 @@ def test_captured_states_without_a_compared_layer_are_refused(pair, uneven, tmp_
     assert make_trainer(pair, args, model, **data).evaluate()["eval_cc_loss"] > 0
 
 
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0, 1.0], "`layer_weights` must have a weight for each of the 3 layers, got 2"),
+        ([1.0] * 4, "`layer_weights` must have a weight for each of the 3 layers, got 4"),
+        ([1.0, -1.0, 1.0], "`layer_weights` must be finite and 0 or more, got -1.0 for layer 1"),
+        (torch.tensor([1.0, 1.0, float("nan")]), "`layer_weights` must be finite and 0 or more, got nan for layer 2"),
+    ],
+)
+def test_impossible_layer_weights_are_refused(pair, tmp_path, weights, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(pair, make_args(tmp_path, losses="cc", replay="full:1-2"), layer_weights=weights)
+    held_out = {"layer_weights": torch.tensor([[1.0, 2.0]] * 3), "train_dataset": None}
+    trainer = make_trainer(pair, make_args(tmp_path, losses="cc"), **held_out)
+    assert json.loads(json.dumps(trainer.report()))["training"]["settings"]["layer_weights"] == [[1.0, 2.0]] * 3
+
+
 def test_accumulated_batches_equal_one_large_batch(pair, uneven, tmp_path):
     found = {}
     for size in (1, 4):

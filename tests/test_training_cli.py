@@ -224,7 +224,7 @@ def test_train_on_captured_states_does_not_load_the_source(folder, command, tmp_
         (["--linear-learning-rate", "-1"], "`linear_learning_rate` must be"),
         (["--eval-text", "valid.txt", "--eval-limit", "0"], "`eval_limit` must be"),
         (["--eval-text", "valid.txt", "--eval-steps", "0"], "`--eval-steps` must be 1 step or more, got 0"),
-        (["--losses", "cc=inf"], "`losses` must have weights of 0 or more, and finite"),
+        (["--losses", "cc=inf"], "`losses` must have weights of 0 or more, at least one above 0 and all finite"),
         (["--replay", "full", "--config", "replay=none"], "`--config` gives `replay` again, after `--replay`"),
         (["--text", "nowhere.txt"], "nowhere.txt, which does not exist"),
         (["--replay", "uncertain:3"], "no loss would reach these. Train with replay='none'"),

@@ -177,7 +177,9 @@ def check_losses(weights: dict[str, float]) -> None:
     if unknown:
         raise ValueError(f"`losses` names {unknown[0]!r}, which is none of {', '.join(LOSSES)}.")
     if not all(0 <= weight < math.inf for weight in weights.values()) or not any(weights.values()):
-        raise ValueError(f"`losses` must have weights of 0 or more, and finite, at least one above 0, got {weights}.")
+        raise ValueError(
+            f"`losses` must have weights of 0 or more, at least one above 0 and all finite, got {weights}."
+        )
 
 
 def weighted_sum(
@@ -241,14 +243,24 @@ def _with_rest(log_probs: torch.Tensor) -> torch.Tensor:
     return torch.cat([log_probs, rest.log()], dim=-1)
 
 
+def pairs_of_weights(layer_weights: Sequence[float | tuple[float, float]], layers: int) -> list[tuple[float, float]]:
+    """The weights of each layer's keys and values. Raises `ValueError` for another number of them, or for one that
+    is negative or not finite."""
+    if len(layer_weights) != layers:
+        raise ValueError(
+            f"`layer_weights` must have a weight for each of the {layers} layers, got {len(layer_weights)}."
+        )
+    given = layer_weights.tolist() if isinstance(layer_weights, torch.Tensor) else layer_weights
+    pairs = [(float(w), float(w)) if isinstance(w, int | float) else (float(w[0]), float(w[1])) for w in given]
+    for layer_idx, pair in enumerate(pairs):
+        for weight in pair:
+            if not 0 <= weight < math.inf:
+                raise ValueError(f"`layer_weights` must be finite and 0 or more, got {weight} for layer {layer_idx}.")
+    return pairs
+
+
 def _layer_weights(inputs: LossInputs, layers: int) -> list[tuple[float, float]]:
-    given = inputs.layer_weights
-    if given is None:
-        given = [1.0] * layers
-    if len(given) != layers:
-        raise ValueError(f"`layer_weights` must have a weight for each of the {layers} layers, got {len(given)}.")
-    given = given.tolist() if isinstance(given, torch.Tensor) else given
-    return [(float(w), float(w)) if isinstance(w, int | float) else (float(w[0]), float(w[1])) for w in given]
+    return pairs_of_weights([1.0] * layers if inputs.layer_weights is None else inputs.layer_weights, layers)
 
 
 def _weighted_mean(terms: list[tuple[float, torch.Tensor]]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from .collator import PairCollator
 from .comparison import Comparison, token_counts
 from .datasets import TextDataset, check_contexts
 from .evaluation import ContextEvaluation, check_evaluation
-from .losses import ON_PROMPT, native_variances, weighted_sum
+from .losses import ON_PROMPT, native_variances, pairs_of_weights, weighted_sum
 from .meter import Meter
 from .optimizer import set_linear_learning_rate, train_only
 from .report import last_logged, training_report
@@ -104,6 +104,8 @@ class MoTTrainer(Trainer):
         for frozen in (source, target, no_source, target_embeddings):
             if frozen is not None:
                 _freeze(frozen, args.device)
+        if layer_weights is not None:
+            layer_weights = pairs_of_weights(layer_weights, len(mot.target_geometry.layers))
         self.target_embeddings = target_embeddings
         plan = mot.plan(args.replay)
         if not mot.injected_layers(plan):
