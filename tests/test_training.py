@@ -6,6 +6,7 @@ import math
 import peft
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import make_documents, make_own, make_pair, make_translator
 from safetensors.torch import load_file
 from training_pair import make_args, make_trainer
@@ -640,11 +641,13 @@ def test_usage_of_the_translators_is_logged(pair, uneven, tmp_path):
             side.router.gate.weight.zero_()
             side.router.gate.bias.copy_(torch.tensor(bias))
     mot.translator.sides[1].router.forward = lambda x: (torch.tensor([[1.0, 0.0], [0.0, 1.0]]), None)
-    usage = RouterUsage(mot.train())
+    usage, accelerator = RouterUsage(mot.train()), Accelerator(cpu=True)
     for side in mot.translator.sides:
         side.router(torch.randn(1, 2, side.router.norm.normalized_shape[0]))
-    assert usage.drain() == pytest.approx({"router_cv2": (1 + 0) / 2, "router_entropy": (0 + math.log(2)) / 2})
-    assert usage.drain() == {}
+    assert usage.drain(accelerator) == pytest.approx(
+        {"router_cv2": (1 + 0) / 2, "router_entropy": (0 + math.log(2)) / 2}
+    )
+    assert usage.drain(accelerator) == {}
     mot = MoTModel.from_pair(**pair, **size, embedding_window=1).train()
     usage, widths = RouterUsage(mot), mot.translator.widths
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])

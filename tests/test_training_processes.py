@@ -26,18 +26,18 @@ def test_killed_run_ends_as_if_it_had_not_been(tmp_path):
 
 
 def test_two_processes_equal_one(tmp_path):
-    """By accelerate launch: each takes one of the two sequences of each batch."""
+    """By torchrun, which accelerate launches GPUs with too: each takes one of the two sequences of each batch."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     run(SCRIPT, str(tmp_path / "one"))
-    run(*launch, SCRIPT, str(tmp_path / "two"))
-    (one, logs), (two, other_logs) = (
+    run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", SCRIPT, str(tmp_path / "two"))
+    (one, logs, processes), (two, other_logs, other_processes) = (
         torch.load(tmp_path / name / "run.pt", weights_only=True) for name in ("one", "two")
     )
+    assert (processes, other_processes) == (1, 2)
     for name, weight in one.items():
-        torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5)
+        if not name.endswith("key.bias"):  # attention is the same for any: its gradient is a rounding error
+            torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5)
     for single, double in zip(logs[:3], other_logs[:3], strict=True):
-        for name in ("loss", "cc_loss", "pl_loss", "grad_norm"):
+        for name in ("loss", "cc_loss", "pl_loss", "grad_norm", "router_cv2", "router_entropy"):
             assert double[name] == pytest.approx(single[name], rel=1e-4)

@@ -12,6 +12,7 @@ import torch
 from conftest import make_documents, make_pair, make_translator
 from transformers import TrainerCallback
 
+from hf_mot import MoTModel
 from hf_mot.training import MoTTrainer, MoTTrainingArguments, TextDataset
 from hf_mot.training.checkpoints import last_checkpoint
 
@@ -71,10 +72,13 @@ def main() -> None:
     if options.kills is None:  # one run of two sequences a step, split over the processes there are
         processes = int(os.environ.get("WORLD_SIZE", 1))
         args = make_args(options.folder, per_device_train_batch_size=2 // processes)
-        trainer = make_trainer(pair, args)
+        size = {"num_translators": 2, "hidden_size": 8, "num_attention_heads": 2, "embedding_window": 1}
+        torch.manual_seed(0)
+        trainer = make_trainer(pair, args, MoTModel.from_pair(**pair, **size))
         trainer.train()
         if trainer.is_world_process_zero():
-            torch.save((trainer.translator.state_dict(), trainer.state.log_history), options.folder / "run.pt")
+            found = (trainer.translator.state_dict(), trainer.state.log_history)
+            torch.save((*found, trainer.report()["training"]["processes"]), options.folder / "run.pt")
         return
     whole, killed = options.folder / "whole", options.folder / "killed"
     in_child(lambda: run(pair, whole))

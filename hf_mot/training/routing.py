@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 
@@ -31,17 +32,23 @@ class RouterUsage:
             chosen = output[0].detach() > 0
             if self._mask is not None:
                 chosen = chosen[self._mask.to(chosen.device).bool()]
-            self.counts[name] = self.counts.get(name, 0) + chosen.flatten(0, -2).sum(dim=0).double().cpu()
+            self.counts[name] = self.counts.get(name, 0) + chosen.flatten(0, -2).sum(dim=0).cpu()
 
-    def drain(self) -> dict[str, float]:
+    def drain(self, accelerator: Accelerator) -> dict[str, float]:
         """
-        Means over the routers since the last call, empty without any.
+        Means over the routers since the last call, of what all processes counted; empty without any.
+
+        Args:
+            accelerator (`Accelerator`): Of the run.
 
         Returns:
             `dict`: `router_cv2`, Var(I) / Mean(I)² of the selection counts I; `router_entropy`, that of the shares
             I / ΣI in nats (ln N_Tr: all are used alike).
         """
-        found = [(_imbalance(counts), _entropy(counts)) for counts in self.counts.values()]
+        found = []
+        for name in sorted(self.counts):
+            counts = accelerator.reduce(self.counts[name].to(accelerator.device), "sum").cpu().double()
+            found.append((_imbalance(counts), _entropy(counts)))
         self.counts.clear()
         if not found:
             return {}

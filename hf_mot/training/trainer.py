@@ -231,7 +231,7 @@ class MoTTrainer(Trainer):
     def log(self, logs, start_time=None):
         """Adds each loss, and the seconds that the run has taken so far, killed ones included."""
         if "loss" in logs:
-            logs |= self._meters[True].drain(self.accelerator) | self._usage.drain()
+            logs |= self._meters[True].drain(self.accelerator) | self._usage.drain(self.accelerator)
             now = time.perf_counter()
             logs["seconds"] = last_logged(self.state.log_history, "seconds", 0.0) + now - self._clock
             self._clock = now
