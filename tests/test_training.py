@@ -351,6 +351,9 @@ def test_evaluation_reports_what_the_harness_does(pair, tmp_path):
     best = MoTModel.from_pretrained(tmp_path / "checkpoint-2")
     assert same(best.state_dict(), trainer.translator.state_dict())
     assert [logs["eval_source_value"] for logs in trainer.state.log_history if "eval_loss" in logs] == [0.1] * 3
+    training = trainer.report()["training"]  # of the weights that are kept
+    assert training["steps"] == 3 and training["best_step"] == 2 and training["held_out"]["recovery"] == 0.5
+    assert training["losses"]["cc"] == trainer.state.log_history[2]["cc_loss"]
 
 
 def test_figures_reach_tensorboard(pair, uneven, tmp_path):
@@ -624,6 +627,14 @@ def test_a_translator_keeps_the_plan_that_it_was_trained_for(pair, tmp_path):
     for given, kept in ((None, "none"), ("full", "full"), ("full:1-2", "full:1-2")):
         trainer = make_trainer(pair, make_args(tmp_path, replay=given), make_translator(pair))
         assert str(trainer.translator.plan()) == kept and trainer.translator.config.replay == kept
+
+
+def test_a_run_is_measured_at_its_end(pair, uneven, tmp_path):
+    args = make_args(tmp_path, max_steps=3, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4)
+    trainer = make_trainer(pair, args, train_dataset=uneven, eval_dataset=uneven)
+    trainer.train()
+    assert [logs["step"] for logs in trainer.state.log_history if "eval_loss" in logs] == [2, 3]
+    assert trainer.report()["training"]["held_out"]["loss"] == trainer.evaluate()["eval_loss"]
 
 
 def test_report_says_how_a_run_ended_that_is_shorter_than_a_log(pair, uneven, tmp_path):

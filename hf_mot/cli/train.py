@@ -355,12 +355,13 @@ def _save(trainer: Any, out: str) -> dict[str, Any]:
 def format_training(training: dict[str, Any], out: str) -> str:
     """A few lines on what was trained, and what to do with it."""
     losses = ", ".join(f"{name} {value:.4g}" for name, value in training["losses"].items())
+    kept = f"after step {training['best_step']:,}, the best" if "best_step" in training else "at the end"
     held_out = ", ".join(f"{name} {value:.3g}" for name, value in training.get("held_out", {}).items())
     return "\n".join(
         [
             f"trained {training['steps']:,} steps on {training['tokens']:,} tokens in {training['seconds']:.0f} s, "
             f"plan {training['replay']}",
-            f"losses at the end: {losses}" + (f"; on held-out text: {held_out}" if held_out else ""),
+            f"losses {kept}: {losses}" + (f"; on held-out text: {held_out}" if held_out else ""),
             f"written to {out}: the translator and its model card, and in {CHECKPOINTS} where to go on from",
             f"measure it on other text: hf-mot evaluate {out} --text FILE…",
         ]

@@ -16,14 +16,18 @@ SETTINGS = (
 )
 
 
-def training_report(args: MoTTrainingArguments, state: TrainerState, replay: str, captured: bool) -> dict[str, Any]:
+def training_report(
+    args: MoTTrainingArguments, state: TrainerState, replay: str, captured: bool, best_step: int | None = None
+) -> dict[str, Any]:
     """Settings, steps, tokens, losses, seconds and versions of a run, resumed parts included. `captured`: on states
-    that were captured before, not on text."""
+    that were captured before, not on text. `best_step`: the step whose weights were kept, where the best ones were:
+    losses and held-out figures are of these."""
+    history = [logs for logs in state.log_history if best_step is None or logs.get("step", 0) <= best_step]
     names = [name for name in SETTINGS if not (captured and name in _OF_TEXT)]
     settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     losses = {
         name.removesuffix("_loss"): value
-        for name, value in next((logs for logs in reversed(state.log_history) if "loss" in logs), {}).items()
+        for name, value in next((logs for logs in reversed(history) if "loss" in logs), {}).items()
         if name.endswith("_loss")
     }
     report = {
@@ -39,9 +43,10 @@ def training_report(args: MoTTrainingArguments, state: TrainerState, replay: str
     }
     evaluated = {
         name.removeprefix("eval_"): value
-        for name, value in next((logs for logs in reversed(state.log_history) if "eval_loss" in logs), {}).items()
+        for name, value in next((logs for logs in reversed(history) if "eval_loss" in logs), {}).items()
         if name in ("eval_loss", "eval_recovery", "eval_source_value")
     }
+    report |= {"best_step": best_step} if best_step is not None else {}
     return report | ({"held_out": evaluated} if evaluated else {})
 
 

@@ -148,6 +148,7 @@ class MoTTrainer(Trainer):
         self.facts: dict[str, Any] = {}  # what else the report says, e.g. the name of the text
         self._variances: dict[str, list[float]] | None = None
         self._frequent: torch.Tensor | None = None
+        self._best_step: int | None = None  # whose weights are loaded, once a run has ended
         self._meters = {True: Meter(), False: Meter()}  # in training, in evaluation
         self._usage = RouterUsage(self.model)
         self.add_callback(_LogLastStep())
@@ -243,7 +244,7 @@ class MoTTrainer(Trainer):
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"`resume_from_checkpoint`: {self.args.output_dir} holds no whole checkpoint.")
-        self._clock = time.perf_counter()
+        self._clock, self._best_step = time.perf_counter(), None
         try:
             return super().train(resume_from_checkpoint, **kwargs)
         except BaseException:
@@ -262,10 +263,15 @@ class MoTTrainer(Trainer):
         report = dict(self.translator.fit_report or {})
         report.pop("evaluation", None)  # of the translator that the training started from
         captured = isinstance(self.train_dataset, StatesDataset)
-        training = training_report(self.args, self.state, str(self.comparison.plan), captured)
+        training = training_report(self.args, self.state, str(self.comparison.plan), captured, self._best_step)
         if self.comparison.layer_weights is not None:
             training["settings"]["layer_weights"] = list(self.comparison.layer_weights)
         return {**report, "training": {**training, **self.facts}}
+
+    def _load_best_model(self):
+        """As in the Trainer; the report is on these weights then."""
+        super()._load_best_model()
+        self._best_step = self.state.best_global_step
 
     def _run_epoch(self, *args, **kwargs):
         """As in the Trainer, which makes one step more when a run is resumed that has made all of its own."""
