@@ -96,6 +96,11 @@ def test_train_trains_a_twin_alike_that_reads_no_source(folder, command, tmp_pat
     assert "no_source" in capsys.readouterr().out
 
 
+def test_train_computes_in_bf16_without_an_accelerator_too(command, tmp_path):
+    assert main([*command, "--bf16", "--out", str(tmp_path / "out")]) == 0
+    assert MoTModel.from_pretrained(tmp_path / "out").fit_report["training"]["settings"]["bf16"]
+
+
 def test_best_by_what_is_not_defined_is_an_error(folder, command, tmp_path, capsys):
     """Models without training predict a text no better for having read its beginning."""
     measured = ["--eval-text", str(folder / "valid.txt"), "--eval-context", "24", "--eval-steps", "1"]

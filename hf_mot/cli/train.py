@@ -331,6 +331,7 @@ def training_arguments(args: argparse.Namespace) -> Any:
         report_to=args.report_to,
         seed=args.seed,
         bf16=args.bf16,
+        use_cpu=not torch.accelerator.is_available(),  # where transformers takes bf16 too, if told so
         dataloader_pin_memory=torch.cuda.is_available(),
         **options,
     )
