@@ -121,6 +121,7 @@ def test_plan_that_leaves_a_context_nothing_to_translate_is_refused(pair, uneven
         ({"no_source": "twin", "eval_documents": None}, "`no_source` has no effect without `eval_documents`"),
         ({"source": None}, "`source` is required to measure recovery"),
         ({"target": None}, "`target` is required to measure recovery"),
+        ({"args": {"eval_context_length": 4}}, "`eval_context_length`: .* at least 8 tokens, got 4"),
         ({"args": {"replay": "tokens:10"}}, "`replay` is tokens:10, but a context of 10 target tokens has 9"),
     ],
 )
@@ -132,7 +133,7 @@ def test_what_cannot_measure_recovery_is_refused(pair, uneven, tmp_path, change,
     captured = StatesDataset(tmp_path / "states", twins["translator"].config)
     given = {"eval_documents": make_documents(4), "train_dataset": captured, **change}
     given["no_source"] = twins[change.get("no_source")]
-    args = make_args(tmp_path, losses="cc", eval_context_length=10, **given.pop("args", {}))
+    args = make_args(tmp_path, **{"losses": "cc", "eval_context_length": 10} | given.pop("args", {}))
     with pytest.raises(ValueError, match=message):
         make_trainer({**pair, **given}, args, twins["translator"], target_embeddings=table)
 
@@ -300,6 +301,15 @@ def test_loss_that_is_not_finite_stops_with_step_and_documents(pair, uneven, tmp
     trainer.add_callback(Break())
     with pytest.raises(ValueError, match=r"loss is nan at step 2 \(cc nan, pl nan\), in the documents file:\d, file"):
         trainer.train()
+
+
+def test_gradient_that_is_not_finite_stops_before_the_weights_are_lost(pair, uneven, tmp_path):
+    trainer = make_trainer(pair, make_args(tmp_path), train_dataset=uneven)
+    before = weights_of(trainer.translator)
+    trainer.translator.translator.bias.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(ValueError, match=r"gradient is not finite at step 1, in the documents file:\d, file:\d"):
+        trainer.train()
+    assert same(before, weights_of(trainer.translator))
 
 
 def test_evaluation_reports_what_the_harness_does(pair, tmp_path):
@@ -474,6 +484,7 @@ def test_models_of_another_pair_are_refused(pair, tmp_path):
     [
         ({"losses": "cc=1,kl=1"}, "`losses` names 'kl', which is none of cc, "),
         ({"losses": "cc=much"}, "`losses` must give cc a number as weight, got 'much'"),
+        ({"losses": "cc=1,cc=2"}, "`losses` names 'cc' twice"),
         ({"losses": {}}, "at least one above 0"),
         (
             {"context_length": "long"},

@@ -141,7 +141,11 @@ def parse_losses(losses: dict[str, float] | str) -> dict[str, float]:
     """
     if isinstance(losses, str):
         pairs = (part.strip().partition("=") for part in losses.split(",") if part.strip())
-        losses = {name: weight or "1" for name, _, weight in pairs}
+        named = [(name, weight or "1") for name, _, weight in pairs]
+        losses = dict(named)
+        for name in losses:
+            if [other for other, _ in named].count(name) > 1:
+                raise ValueError(f"`losses` names {name!r} twice. Give each one weight.")
     weights = {}
     for name, weight in losses.items():
         try:

@@ -47,6 +47,10 @@ def check_evaluation(
                 f"`{name}` is required to measure recovery on `eval_documents`, got None. Pass it with its tokenizer, "
                 "or leave the documents out."
             )
+    try:
+        check_context_length(context_length, translator.target_geometry.max_positions)
+    except ValueError as error:
+        raise ValueError(f"`eval_context_length`: {error}") from error
     check_replay(translator, str(plan), context_length)
     if no_source is not None:
         check_twin(no_source, target, allow_variant)
@@ -70,7 +74,7 @@ class ContextEvaluation:
         seed (`int`): Order of the documents.
 
     Raises:
-        `ValueError`: no document is long enough, or `context_length` is more than the target can read.
+        `ValueError`: no document is long enough.
     """
 
     def __init__(
@@ -82,14 +86,12 @@ class ContextEvaluation:
         source: PreTrainedModel | None,
         source_tokenizer: PreTrainedTokenizerBase | None,
         no_source: MoTModel | None,
-        max_positions: int | None,
         context_length: int,
         limit: int,
         replay: str,
         batch_size: int,
         seed: int,
     ):
-        check_context_length(context_length, max_positions)
         prefix_ids = special_prefix(target_tokenizer)[0]
         self.windows = cut_windows(
             iterate_documents(documents),

@@ -61,7 +61,7 @@ class MoTTrainer(Trainer):
 
     Raises:
         `ValueError`: models or tokenizers that are not the translator's pair, layer weights that no loss reads; in
-            training, a loss that is not finite.
+            training, a loss or gradient that is not finite.
     """
 
     def __init__(
@@ -138,7 +138,6 @@ class MoTTrainer(Trainer):
                 source_tokenizer=source_tokenizer,
                 target_tokenizer=target_tokenizer,
                 no_source=no_source,
-                max_positions=mot.target_geometry.max_positions,
                 context_length=args.eval_context_length,
                 limit=args.eval_limit,
                 replay=str(self.comparison.plan),
@@ -151,7 +150,9 @@ class MoTTrainer(Trainer):
         self._best_step: int | None = None  # whose weights are loaded, once a run has ended
         self._meters = {True: Meter(), False: Meter()}  # in training, in evaluation
         self._usage = RouterUsage(self.model)
+        self.documents: list[str] = []  # of the step that runs
         self.add_callback(_LogLastStep())
+        self.add_callback(_CheckGradients(self))
         self._clock = time.perf_counter()
         if args.should_save:
             os.makedirs(args.output_dir, exist_ok=True)
@@ -191,6 +192,7 @@ class MoTTrainer(Trainer):
         """The batches of an optimizer step, and how many tokens they have in all processes. What their losses on
         prompts are narrowed to is one vocabulary for all of them, however they are split."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.documents = [document for batch in batches for document in batch["documents"]]
         counts = [token_counts(batch, self.native_tokens) for batch in batches]
         totals = torch.tensor([sum(count[name] for count in counts) for name in TOKENS], device=device)
         totals = dict(zip(TOKENS, self.accelerator.reduce(totals, "sum").tolist(), strict=True))
@@ -320,6 +322,24 @@ class MoTTrainer(Trainer):
                 f"The loss is {loss.item()} at step {self.state.global_step + 1} ({figures}), in the documents "
                 f"{', '.join(batch['documents'])}. Check the dtypes of both models and the translator's weights, or "
                 "lower `learning_rate`."
+            )
+
+
+class _CheckGradients(TrainerCallback):
+    """A loss can be finite and its gradient not, of which the loss of the next documents would tell, too late."""
+
+    def __init__(self, trainer: MoTTrainer):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if self.trainer.accelerator.scaler is not None:  # of fp16, which leaves such steps out
+            return
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        if not bool(nn.utils.get_total_norm(gradients).isfinite()):
+            raise ValueError(
+                f"The gradient is not finite at step {state.global_step + 1}, in the documents "
+                f"{', '.join(self.trainer.documents)}. Check the dtypes of both models and the translator's weights, "
+                "or leave these documents out."
             )
 
 
