@@ -111,6 +111,9 @@ def test_plan_that_leaves_a_context_nothing_to_translate_is_refused(pair, uneven
         with pytest.raises(ValueError, match=message):
             make_trainer(pair, make_args(tmp_path, replay="tokens:12"), model, **{"train_dataset": None, side: data})
     make_trainer(pair, make_args(tmp_path, replay="tokens:11"), model, train_dataset=data).train()
+    with pytest.raises(ValueError, match="of a context of 64 .*Choose tokens:62 or fewer"):  # the default
+        plain = TextDataset(make_documents(3), pair["target_tokenizer"])
+        make_trainer(pair, make_args(tmp_path, replay="tokens:63"), model, train_dataset=plain)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hf_mot.data.states import StatesDataset
 from hf_mot.replay_mot import ReplayPlan
 
 from .arguments import MoTTrainingArguments
-from .examples import TrainingExample, iterate_examples
+from .examples import CONTEXT_LENGTH, TrainingExample, iterate_examples
 
 
 class TextFiles:
@@ -88,7 +88,7 @@ class TextDataset(IterableDataset):
     @property
     def least_context(self) -> int:
         """Tokens of the shortest context, prefix included."""
-        length = self.kwargs["context_length"]
+        length = self.kwargs.get("context_length", CONTEXT_LENGTH)
         return length if isinstance(length, int) else min(length)
 
     def head(self, count: int) -> list[TrainingExample]:

@@ -12,7 +12,7 @@ from hf_mot.data import iterate_documents
 from hf_mot.data.windows import context_text, document_ids
 from hf_mot.fit.windows import shuffled
 
-MIN_CONTEXT = 8
+MIN_CONTEXT, CONTEXT_LENGTH = 8, 64  # tokens, prefix included
 COPIED_SPAN = (8, 32)  # tokens: long enough that most of them can be looked up once the first ones are read
 
 
@@ -40,7 +40,7 @@ def iterate_examples(
     *,
     prefix_ids: list[int],
     length: int = 128,
-    context_length: int | tuple[int, int] = 64,
+    context_length: int | tuple[int, int] = CONTEXT_LENGTH,
     shuffle_buffer: int = 50_000,
     seed: int = 0,
     copy_share: float = 0.0,
