@@ -91,12 +91,10 @@ def gain(base: list[dict[str, float]], own: list[dict[str, float]]) -> dict[str,
 
 
 def over_seeds(runs: list[dict[str, Any]], metric: str) -> str:
-    """Value and interval of one seed; mean and range of several."""
-    figures = [run["result"].get(metric) for run in runs]
-    if None in figures:
-        return ""
-    if len(figures) == 1:
-        return format_interval(figures[0])
+    """Value and interval of one seed; mean and range of several, of those that it was measured for."""
+    figures = [run["result"][metric] for run in runs if run["result"].get(metric) is not None]
+    if len(figures) < 2:
+        return format_interval(figures[0] if figures else None)
     values = [figure["value"] for figure in figures]
     return f"{sum(values) / len(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
