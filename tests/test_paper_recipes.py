@@ -77,7 +77,7 @@ def test_paper_mode_trains_each_form_once_on_the_same_budget(script, contracts, 
     assert search.command == "search-channels" and search.max_steps == 30
     assert not {*search.text, *search.eval_text} & {str(tmp_path / "data" / "text" / "valid" / "c.txt.gz")}
     trained = {Path(args.out).relative_to(tmp_path / "out").as_posix(): args for args in commands if "config" in args}
-    assert len(trained) == 15 + 5 and {"start-0/mot-2", "start-2/mot-0", "start-2/control"} <= trained.keys()
+    assert len(trained) == 16 + 5 and {"start-0/mot-2", "start-2/mot-0", "start-2/control"} <= trained.keys()
     for name, args in trained.items():
         training, config = training_arguments(args), translator_of(args, contracts)
         assert (training.max_steps, training.per_device_train_batch_size) == (200, 4)
@@ -91,12 +91,13 @@ def test_paper_mode_trains_each_form_once_on_the_same_budget(script, contracts, 
         of_form["best"] = {"routing", "output_activation", "position_free", "embedding_window", "linear_path"}
         assert differs == of_form.get(Path(name).name.split("-")[0], set())
         assert args.twin == name.endswith("best-0")
+        assert args.dtype == ("bfloat16" if name.endswith("bf16-0") else "float32")
     assert translator_of(trained["start-0/moe-0"], contracts).experts == "ffn"
     assert translator_of(trained["start-0/control"], contracts).source_layers == []
     assert translator_of(twin_arguments(trained["start-0/best-0"]), contracts).source_layers == []
 
     measured = {args.json: args for args in commands if args.command == "evaluate"}
-    assert len(measured) == 15 + 5
+    assert len(measured) == 16 + 5
     assert {args.replay for name, args in measured.items() if "closed" in name} == {"full:0-1"}
     assert (tmp_path / "out" / "start-0" / "mot-0" / "no_source" / "config.json").exists()
     assert [args.tokens for args in commands if args.command == "fit"] == [200 * 4 * 128]
