@@ -42,9 +42,9 @@ HEAD = """# The paper's mode
 Mixture-of-Translators in the paper's literal form, by plan `full`: the target reads the context itself, and translated
 keys and values take the place of its own in a window of its layers. No prefill is saved; the figures say what
 translation of the window loses. One seed: its 95 % interval over documents; several: their mean and range. *Over MoT*
-is what the first seed of a form recovers beyond one seed of MoT, paired by document. *Models* is the dtype that both
-had in the training; all is measured in float32. *Source value* is against one control a window: MoT without source
-that reads the target's token embeddings, trained alike; that of the closed form and the last row is against their own.
+is what a form recovers beyond one seed of MoT, paired by document. *Models* is the dtype that both had in training;
+all is measured in float32. *Source value* is against one control a window: MoT without source that reads the target's
+token embeddings, trained alike; that of the closed form and of "all four and a linear path" is against their own.
 Cosines are means over the layers of the window and those above it. The closed form is fitted for all layers, of which
 the window's are used: its parameters are those of all. Router figures are of the last steps of training (ln 2 = 0.69:
 both translators alike). Made by [examples/paper_mode.sh](../examples/paper_mode.sh).
@@ -90,9 +90,9 @@ def gain(base: list[dict[str, float]], own: list[dict[str, float]]) -> dict[str,
     return ratio_of_means(other - nll["translated"], nll["no_context"] - nll["native"], clusters=clusters)
 
 
-def over_seeds(runs: list[dict[str, Any]], metric: str) -> str:
+def over_seeds(figures: list[dict[str, float] | None]) -> str:
     """Value and interval of one seed; mean and range of several, of those that it was measured for."""
-    figures = [run["result"][metric] for run in runs if run["result"].get(metric) is not None]
+    figures = [figure for figure in figures if figure is not None]
     if len(figures) < 2:
         return format_interval(figures[0] if figures else None)
     values = [figure["value"] for figure in figures]
@@ -112,10 +112,9 @@ def row(name: str, runs: list[dict[str, Any]]) -> list[str]:
         NAMES[name],
         str(len(runs)),
         ", ".join(sorted({trained_in(run) for run in runs})),
-        over_seeds(runs, "recovery"),
-        format_interval(first.get("over_mot")),
-        over_seeds(runs, "source_value"),
-        over_seeds(runs, "content_recovery"),
+        over_seeds([run["result"].get("recovery") for run in runs]),
+        "" if name == "mot" else over_seeds([run.get("over_mot") for run in runs]),
+        *(over_seeds([run["result"].get(metric) for run in runs]) for metric in ("source_value", "content_recovery")),
         *(format_number(cosines[key], 3) for key in ("keys", "values", "attention")),
         *(format_number(router.get(key), 2) for key in ROUTER),
         f"{result['translator']['bytes'] // 4:,}",
