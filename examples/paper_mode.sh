@@ -8,8 +8,8 @@
 #
 # DATA holds text/train and text/valid. There are two windows: the one from layer 0, and the one that a search chooses
 # (START=6 takes that one without a search), where the runs in RUNS_THERE are repeated. A run whose result is there is
-# skipped, a training goes on from its last checkpoint. RUNS="mot-0 single-0" and WINDOWS=0 choose. Once "control" is
-# there, parts may run side by side. DTYPE=bfloat16 trains between models in that dtype, which "bf16" does in any case;
+# skipped, a training goes on from its last checkpoint. RUNS="mot-0 single-0", WINDOWS=0 and ARMS choose. Once "control"
+# is there, parts may run side by side. DTYPE=bfloat16 trains between models in that dtype, which "bf16" does in any case;
 # all is measured in float32.
 #
 # The literal form reads no token embeddings of the target, so without a source nothing is left to read. The control of

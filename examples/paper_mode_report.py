@@ -122,18 +122,8 @@ def row(name: str, runs: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-COLUMNS = [
-    "translator",
-    "seeds",
-    "models",
-    "recovery",
-    "over MoT",
-    "source value",
-    "content recovery",
-    "cos K",
-    "cos V",
-]
-COLUMNS += ["cos attention", "router CV²", "router entropy", "parameters", "handoff / prefill"]
+COLUMNS = ["translator", "seeds", "models", "recovery", "over MoT", "source value", "content recovery"]
+COLUMNS += ["cos K", "cos V", "cos attention", "router CV²", "router entropy", "parameters", "handoff / prefill"]
 
 
 def search_section(search: dict[str, Any], plot: str) -> list[str]:

@@ -142,6 +142,8 @@ def test_train_goes_on_where_it_was_killed(command, tmp_path, capsys, monkeypatc
     assert "was made with other settings: `settings.losses.cc` is 1.0, expected None. Resume with" in message
     message = fails(capsys, [part for part in [*command, "--out", str(tmp_path / "killed")] if part != "--lines"])
     assert "was made with other settings: `lines` is True, expected False" in message
+    message = fails(capsys, [*command, "--out", str(tmp_path / "killed"), "--dtype", "bfloat16"])
+    assert "was made with other settings: `dtype` is 'float32', expected 'bfloat16'" in message
     for name in ("killed", "whole"):
         assert main([*command, "--out", str(tmp_path / name)]) == 0
     killed, whole = (MoTModel.from_pretrained(tmp_path / name).state_dict() for name in ("killed", "whole"))
@@ -198,6 +200,13 @@ def test_train_on_captured_states_does_not_load_the_source(folder, command, tmp_
     index.write_text(index.read_text().replace('"id": null', '"id": "org/one"'))
     message = f"`--source` org/two is not the model whose states {tmp_path / 'states'} holds, org/one"
     assert message in fails(capsys, [*other, "--source", "org/two"])
+    index.write_text(index.read_text().replace('"adapter": null', '"adapter": {"float32": "hash"}', 1))
+    assert '"hash"' in json.dumps(json.loads(index.read_text())["source"])
+    monkeypatch.setattr(
+        "hf_mot.hub.resolve.load_tokenizer",
+        lambda name: AutoTokenizer.from_pretrained(folder / "source" if name == "org/adapter" else name),
+    )
+    assert main([*other, "--source", "org/adapter"]) == 0  # the contract's id is that of the model below it
 
 
 @pytest.mark.parametrize(
@@ -389,7 +398,7 @@ def test_search_tries_every_window_and_goes_on_where_it_was_killed(search, tmp_p
     [
         (["--starts", "0,3"], "`starts` must lie in 0..2 for a channel ratio of 0.3, got 3"),
         (["--start", "1"], "`--start` has no effect on a search (see --starts). Leave it out"),
-        (["--twin"], "`--twin` has no effect on a search"),
+        (["--twin"], "`--twin` has no effect on a search. Leave it out"),
         (["--no-source", "x"], "`--no-source` has no effect on a search"),
         (["--sensitivity", "x"], "`--sensitivity` has no effect on a search"),
         (["--sensitivity-power", "1"], "`--sensitivity-power` has no effect on a search"),

@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"`--out` must be a folder, but {args.out} is a file. Give another name.")
     given = given_options(args, *_NO_EFFECT)
     if given:
-        raise ValueError(f"`{given[0]}` has no effect on a search (see --starts). Leave it out.")
+        hint = " (see --starts)" if given[0] == "--start" else ""
+        raise ValueError(f"`{given[0]}` has no effect on a search{hint}. Leave it out.")
     starts = _numbers(args.starts)
     settings = translator_settings(args)
     if any(field.startswith("num_translators=") for field in args.config):

@@ -168,7 +168,8 @@ def run(args: argparse.Namespace) -> int:
         layer_weights=layer_weights,
         **pair,
     )
-    trainer.facts = {"corpus": corpus, "lines": args.lines, "command": command_line(args.argv)}
+    dtype = str(pair["target"].dtype).removeprefix("torch.")
+    trainer.facts = {"corpus": corpus, "lines": args.lines, "dtype": dtype, "command": command_line(args.argv)}
     if args.overwrite:  # what the trainer refuses must not cost the checkpoints
         shutil.rmtree(training.output_dir, ignore_errors=True)
     checkpoint = last_checkpoint(training.output_dir)
@@ -219,7 +220,8 @@ def _check_source(args: argparse.Namespace, states: Any) -> None:
     if args.source == contract["id"]:
         return
     named = f"`--source` {args.source} is not the model whose states {args.states} holds"
-    if contract["id"] is not None and not os.path.exists(args.source):
+    named_alike = contract["adapter"] is None  # else the id is that of the model below it
+    if contract["id"] is not None and named_alike and not os.path.exists(args.source):
         raise ValueError(f"{named}, {contract['id']}. Name that one, or capture the states of yours.")
     try:
         check_tokenizer(contract, load_tokenizer(args.source), "source_tokenizer")

@@ -98,7 +98,7 @@ def check_progress(checkpoint: str | Path, max_steps: int, processes: int) -> No
 
 def check_run(checkpoint: str | Path, report: dict[str, Any]) -> None:
     """
-    Refuses to go on from a checkpoint with other settings, plan or text than it was made with.
+    Refuses to go on from a checkpoint with other settings, plan, text or dtype of the models than it was made with.
 
     Args:
         checkpoint (`str` or `Path`): The checkpoint.
@@ -110,9 +110,10 @@ def check_run(checkpoint: str | Path, report: dict[str, Any]) -> None:
     found = _training(checkpoint)
     if not found:
         return
-    compared = ("settings", "replay", "corpus", "lines")
+    found = {"lines": False, "dtype": "float32", **found}  # a release before did not say
+    compared = ("settings", "replay", "corpus", "lines", "dtype")
     _refuse_difference(
-        {name: {"lines": False, **found}.get(name) for name in compared},  # a release before did not say
+        {name: found.get(name) for name in compared},
         {name: json.loads(json.dumps(report.get(name))) for name in compared},
         f"The checkpoint {checkpoint} was made with other settings",
         "Resume with the same ones",
